@@ -1,0 +1,280 @@
+"""Configuration as frozen dataclasses; every one checks itself and says what was wrong, where, and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+PAGE_SIZE = 16  # tokens of one cache page
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used. The message is one line: what was wrong, where, what is allowed."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise InputError(message) unless condition holds."""
+    if not condition:
+        raise InputError(message)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The torch dtype for one of the names in DTYPES."""
+    require(name in DTYPES, f"dtype: {name!r} is not known; allowed are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. style: neox rotates halves, interleaved rotates neighbours."""
+
+    theta: float = 10000.0
+    scaling: str = "default"  # default, linear, llama3 or yarn
+    parameters: dict[str, Any] = field(default_factory=dict)  # the checkpoint's own keys of the scaling
+    style: str = "neox"
+
+    def __post_init__(self) -> None:
+        allowed = ("default", "linear", "llama3", "yarn")
+        require(self.scaling in allowed, f"rope scaling: {self.scaling!r} is not supported; allowed are {allowed}")
+        require(self.style in ("neox", "interleaved"), f"rope style: {self.style!r}; allowed are neox, interleaved")
+        require(self.theta > 0, f"rope theta: {self.theta} must be positive")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes shared by a target and a drafter: a stack of pre-norm decoder layers with grouped-query attention."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-6
+    max_position: int = 2048  # longest context the rotary table covers, tokens
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope: RopeConfig = RopeConfig()
+    windows: tuple[int | None, ...] = ()  # per layer, tokens seen back; () means full attention everywhere
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            require(getattr(self, name) > 0, f"{name}: {getattr(self, name)} must be positive")
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads: {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+        )
+        require(self.head_dim % 2 == 0, f"head_dim: {self.head_dim} must be even")
+        if self.windows:
+            require(
+                len(self.windows) == self.num_layers,
+                f"windows: {len(self.windows)} entries for {self.num_layers} layers",
+            )
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, or None for full attention."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A target: decoder sizes, family, head and end tokens."""
+
+    family: str
+    decoder: DecoderConfig
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.family in FAMILIES, f"model family: {self.family!r} is not supported; allowed are {FAMILIES}")
+
+
+class AnchorLayout(StrEnum):
+    """What slot k of a draft block predicts, for an anchor at position p (dflash.md)."""
+
+    MASKED = "1+N"  # slot k predicts p+k; slot 0 is dropped; W queries give W-1 drafts
+    ANCHOR_FIRST = "anchor-first"  # slot k predicts p+k+1; K queries give K drafts, K+1 rows are verified
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash drafter: its decoder sizes, taps, mask token, anchor layout and trained block.
+
+    block_size: query rows of one block as trained. taps: target layers whose output is read, ascending.
+    """
+
+    decoder: DecoderConfig
+    block_size: int
+    taps: tuple[int, ...]
+    mask_token_id: int
+    layout: AnchorLayout
+    dialect: str = "z-lab"
+    causal: bool = False
+    target_layers: int | None = None  # layers of the target, where the checkpoint says so
+    target_hashes: dict[str, str] = field(default_factory=dict)  # sha256 of target tensors it was trained on
+
+    def __post_init__(self) -> None:
+        require(self.block_size >= 2, f"block_size: {self.block_size} must be at least 2")
+        require(len(self.taps) > 0, "target_layer_ids: empty; at least one tap is needed")
+        require(
+            list(self.taps) == sorted(set(self.taps)) and self.taps[0] >= 0,
+            f"target_layer_ids: {list(self.taps)} must be ascending layer numbers from 0",
+        )
+
+    @property
+    def width(self) -> int:
+        """W, rows verified for one full block: the anchor and its drafts."""
+        return self.block_size + (1 if self.layout is AnchorLayout.ANCHOR_FIRST else 0)
+
+    def queries(self, width: int) -> int:
+        """Query rows of the draft pass that serve a block of this width."""
+        return width - 1 if self.layout is AnchorLayout.ANCHOR_FIRST else width
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Paged cache: how many pages of PAGE_SIZE tokens, and whether full pages are shared by prefix."""
+
+    num_pages: int
+    prefix_caching: bool = True
+    watermark: float = 0.01  # share of pages that admission leaves free
+
+    def __post_init__(self) -> None:
+        require(self.num_pages >= 2, f"num_pages: {self.num_pages} must be at least 2")
+        require(0.0 <= self.watermark < 1.0, f"watermark: {self.watermark} must lie in [0, 1)")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine: dtype, device, capacity. num_pages None sizes the cache from free memory."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    max_requests: int = 16
+    max_model_len: int | None = None
+    max_prefill_tokens: int = 512
+    num_pages: int | None = None
+    memory_fraction: float = 0.3
+    prefix_caching: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.dtype in ("auto", *DTYPES), f"dtype: {self.dtype!r}; allowed are auto, {', '.join(DTYPES)}")
+        require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
+        require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
+        require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")
+        if self.max_model_len is not None:
+            require(self.max_model_len > 1, f"max_model_len: {self.max_model_len} must be at least 2")
+
+
+POLICIES = "off, full, fixed:W (W from 1), dvl, dvl:seeded, confidence, auto"
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How drafts are verified. width None takes the drafter's own; slots is the budget per request (dscale.md §2)."""
+
+    policy: str = "auto"
+    width: int | None = None
+    slots: float = 8.0
+    layout: str | None = None  # overrides the drafter's anchor layout
+
+    def __post_init__(self) -> None:
+        name, _, argument = self.policy.partition(":")
+        known = (
+            (name in ("off", "full", "confidence", "auto") and not argument)
+            or (name == "dvl" and argument in ("", "exact", "seeded"))
+            or (name == "fixed" and argument.isdigit() and int(argument) >= 1)
+        )
+        require(known, f"policy: {self.policy!r} is not known; allowed are {POLICIES}")
+        require(self.width is None or self.width >= 2, f"width: {self.width} must be at least 2")
+        require(math.isfinite(self.slots) and self.slots >= 1, f"slots: {self.slots} must be at least 1")
+        layouts = [layout.value for layout in AnchorLayout]
+        require(self.layout in (None, *layouts), f"layout: {self.layout!r}; allowed are {', '.join(layouts)}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Names and defaults follow vLLM's and OpenAI's.
+
+    temperature 0 is greedy; top_k 0 and -1, top_p 1 and min_p 0 switch that filter off. seed None takes one from the
+    engine. logprobs and prompt_logprobs ask for that many alternatives per token (0: only the token's own).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    include_stop_str_in_output: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "top_k", max(self.top_k, 0) if self.top_k == -1 else self.top_k)
+        require(self.n >= 1, f"n: {self.n} must be at least 1")
+        require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature: {self.temperature} must be 0 or positive",
+        )
+        require(self.top_k >= 0, f"top_k: {self.top_k} must be -1, 0 (off) or positive")
+        require(0 < self.top_p <= 1, f"top_p: {self.top_p} must lie in (0, 1]")
+        require(0 <= self.min_p <= 1, f"min_p: {self.min_p} must lie in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2 <= getattr(self, name) <= 2, f"{name}: {getattr(self, name)} must lie in [-2, 2]")
+        require(self.repetition_penalty > 0, f"repetition_penalty: {self.repetition_penalty} must be positive")
+        require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens: {self.max_tokens} must be at least 1")
+        require(self.min_tokens >= 0, f"min_tokens: {self.min_tokens} must be 0 or positive")
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}",
+        )
+        require(all(stop), "stop: an empty string can never be found; give non-empty strings")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 20, f"{name}: {value} must lie in [0, 20]")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the highest logit is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """True when logits depend on the text before them or are biased."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.min_tokens
+        )

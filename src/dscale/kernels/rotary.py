@@ -1,0 +1,77 @@
+"""Split a fused qkv row, norm q and k per head where the family does, rotate both, and write k and v to the cache.
+
+    q = rotate(norm(q), angle(position)),  k = rotate(norm(k), angle(position)),  v unchanged
+    neox:         (a, b) = halves of the head;      rotated = (a·cos - b·sin, b·cos + a·sin)
+    interleaved:  (a, b) = even and odd elements;   the same formula, put back in place
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dscale.kernels import native
+from dscale.kernels.norm import rms_norm_torch
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """How a fused row splits into heads, and how heads are rotated."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    interleaved: bool = False
+    norm_eps: float = 1e-6
+
+
+def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Rotate heads x [R, heads, d] by angles [R, d] (cosines then sines, float32), in float32, back in x's dtype."""
+    cos, sin = angles[:, None, :].chunk(2, dim=-1)
+    wide = x.float()
+    if interleaved:
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x.dtype)
+    a, b = wide.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def split_rotate(
+    qkv: Tensor, angles: Tensor, shape: HeadShape, q_norm: Tensor | None = None, k_norm: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [R, (heads + 2·kv)·d] → q [R, heads, d], k [R, kv, d], v [R, kv, d]; norm weights are [d] or None."""
+    d, heads, kv = shape.head_dim, shape.num_heads, shape.num_kv_heads
+    q, k, v = qkv.view(qkv.shape[0], heads + 2 * kv, d).split([heads, kv, kv], dim=1)
+    if q_norm is not None:
+        q = rms_norm_torch(q, q_norm, shape.norm_eps)
+    if k_norm is not None:
+        k = rms_norm_torch(k, k_norm, shape.norm_eps)
+    return rotate(q, angles, shape.interleaved), rotate(k, angles, shape.interleaved), v
+
+
+def write_cache(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Write rows k, v [R, kv, d] at slots [R] of caches [pages, kv, page, d]; slot = page · page size + offset."""
+    page_size = key_cache.shape[2]
+    pages, offsets = slots // page_size, slots % page_size
+    key_cache[pages, :, offsets] = k.to(key_cache.dtype)
+    value_cache[pages, :, offsets] = v.to(value_cache.dtype)
+
+
+def split_rotate_write(
+    qkv: Tensor,
+    angles: Tensor,
+    shape: HeadShape,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+) -> Tensor:
+    """split_rotate, k and v written to the cache at slots [R]; returns q [R, heads, d]."""
+    if native.usable(qkv):
+        return native.split_rotate_write(qkv, angles, shape, key_cache, value_cache, slots, q_norm, k_norm)
+    q, k, v = split_rotate(qkv, angles, shape, q_norm, k_norm)
+    write_cache(k, v, key_cache, value_cache, slots)
+    return q

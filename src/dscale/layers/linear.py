@@ -1,0 +1,27 @@
+"""A linear layer whose weight may also be kept in the order the CPU kernel reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dscale.kernels import native
+from dscale.kernels.linear import linear
+
+
+class Linear(nn.Module):
+    """y = x · weightᵀ + bias for rows x [R, in_features]; weight [out, in] as checkpoints store it."""
+
+    packed: native.PackedWeight | None = None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.packed)
+
+    def pack(self) -> None:
+        """Keep a second copy of the weight for the CPU kernel, where that kernel is at hand; see kernels/native."""
+        self.packed = native.pack(self.weight)

@@ -1,0 +1,107 @@
+"""The decoder that every supported family shares, as a target and as the body of a drafter.
+
+Families differ by flags of DecoderConfig (qkv bias, per-head norms, windows, rotary scaling), not by code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dscale.config import DecoderConfig, TargetConfig
+from dscale.kernels.activation import silu_mul
+from dscale.kernels.norm import add_rms_norm, rms_norm
+from dscale.layers.attention import Attention, HeadNorms
+from dscale.layers.linear import Linear
+
+
+class Norm(nn.Module):
+    """RMS norm weight [size] and its epsilon."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual)."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and gated MLP, projections fused: qkv is [q | k | v], gate_up is [gate | up]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        h, d, inner = config.hidden_size, config.head_dim, config.intermediate_size
+        heads, kv = config.num_heads, config.num_kv_heads
+        self.input_norm = Norm(h, config.norm_eps)
+        self.qkv = Linear(h, (heads + 2 * kv) * d, bias=config.qkv_bias)
+        self.q_norm = Norm(d, config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(d, config.norm_eps) if config.qk_norm else None
+        self.output = Linear(heads * d, h, bias=config.output_bias)
+        self.post_norm = Norm(h, config.norm_eps)
+        self.gate_up = Linear(h, 2 * inner, bias=config.mlp_bias)
+        self.down = Linear(inner, h, bias=config.mlp_bias)
+
+    def head_norms(self) -> HeadNorms:
+        """Weights of the per-head norms, None where the family has none."""
+        if self.q_norm is None or self.k_norm is None:
+            return HeadNorms()
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight)
+
+    def attend_and_feed(self, index: int, normed: Tensor, residual: Tensor, attend: Attention) -> tuple[Tensor, Tensor]:
+        """From normed rows [R, H] and the residual stream to (MLP output, residual before it is added)."""
+        attended = self.output(attend(index, self.qkv(normed), self.head_norms()))
+        normed, residual = self.post_norm.add(attended, residual)
+        return self.down(silu_mul(self.gate_up(normed))), residual
+
+
+class DecoderStack(nn.Module):
+    """The layers and the final norm; each layer's residual add is fused with the next layer's norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Rows x [R, H] → (hidden [R, H] after the final norm, taps [R, T·H] side by side or None)."""
+        outputs: list[Tensor] = []
+        residual, normed = x, self.layers[0].input_norm(x)
+        for index, layer in enumerate(self.layers):
+            fed, residual = layer.attend_and_feed(index, normed, residual, attend)  # type: ignore[operator]
+            following = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.norm
+            normed, residual = following.add(fed, residual)  # type: ignore[union-attr,operator]
+            if index in taps:
+                outputs.append(residual)
+        return normed, torch.cat(outputs, dim=-1) if outputs else None
+
+
+class Target(nn.Module):
+    """A target model: embedding, decoder, LM head (tied to the embedding or its own)."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        decoder = config.decoder
+        self.embedding = nn.Parameter(torch.empty(decoder.vocab_size, decoder.hidden_size))
+        self.stack = DecoderStack(decoder)
+        self.head = Linear(decoder.hidden_size, decoder.vocab_size)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [...] → embeddings [..., H]."""
+        return nn.functional.embedding(ids, self.embedding)
+
+    def forward(self, ids: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Ids [R] → (hidden [R, H] after the final norm, taps [R, T·H] or None). Logits: `logits(hidden)`."""
+        return self.stack(self.embed(ids), attend, taps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden [R, H] → logits [R, V] in the model's dtype."""
+        return self.head(hidden)

@@ -1,0 +1,83 @@
+"""The DFlash drafter (arXiv 2602.06036): a block of tokens in one pass, conditioned on hidden states of the target.
+
+    context row   c = hidden_norm(fc(taps))           one per committed token; its keys and values for every draft layer
+                  k = rotate(k_norm(Wk c)), v = Wv c  are projected at once, as soon as the target has seen the token
+    block rows    x = embed([anchor, mask, … mask])   attend over the context rows and, in both directions, each other
+    drafts        argmax of the target's LM head on the final norm of the block rows
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dscale.config import DrafterConfig
+from dscale.kernels.norm import rms_norm_torch
+from dscale.kernels.rotary import rotate, write_cache
+from dscale.layers.attention import Attention
+from dscale.layers.linear import Linear
+from dscale.models.decoder import DecoderLayer, DecoderStack, Norm
+
+
+class Drafter(nn.Module):
+    """fc, hidden_norm and a bidirectional decoder stack; embedding and LM head are the target's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        h = config.decoder.hidden_size
+        self.fc = Linear(len(config.taps) * h, h)
+        self.hidden_norm = Norm(h, config.decoder.norm_eps)
+        self.stack = DecoderStack(config.decoder)
+        self.context_projection: Linear | None = None
+
+    def context(self, taps: Tensor) -> Tensor:
+        """Target taps [R, T·H] → context features c [R, H]."""
+        return self.hidden_norm(self.fc(taps))
+
+    def layer_context_kv(self, layer: int, context: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (normed, not yet rotated) and values of one layer for context rows: each [R, kv, d]."""
+        decoder = self.config.decoder
+        block: DecoderLayer = self.stack.layers[layer]  # type: ignore[assignment]
+        queries = decoder.num_heads * decoder.head_dim
+        bias = block.qkv.bias[queries:] if block.qkv.bias is not None else None
+        kv = nn.functional.linear(context, block.qkv.weight[queries:], bias)
+        k, v = kv.view(-1, 2, decoder.num_kv_heads, decoder.head_dim).unbind(1)
+        return (k if block.k_norm is None else rms_norm_torch(k, block.k_norm.weight, block.k_norm.eps)), v
+
+    def prepare(self) -> None:
+        """Join the context key/value weights of all layers into one matrix, for `write_context`. Call after loading."""
+        decoder = self.config.decoder
+        queries = decoder.num_heads * decoder.head_dim
+        layers: list[DecoderLayer] = list(self.stack.layers)  # type: ignore[arg-type]
+        with torch.no_grad():
+            weight = torch.cat([layer.qkv.weight[queries:] for layer in layers])
+            joined = Linear(weight.shape[1], weight.shape[0], bias=decoder.qkv_bias)
+            joined.weight = nn.Parameter(weight, requires_grad=False)
+            if decoder.qkv_bias:
+                bias = torch.cat([layer.qkv.bias[queries:] for layer in layers])  # type: ignore[index]
+                joined.bias = nn.Parameter(bias, requires_grad=False)
+        self.context_projection = joined
+
+    def write_context(self, taps: Tensor, cache: Tensor, angles: Tensor, slots: Tensor) -> None:
+        """Project the taps [R, T·H] of verified rows into every draft layer's cache at slots [R].
+
+        cache [layers, 2, pages, kv, page, d]; angles [R, d] are the rotary rows of the positions.
+        """
+        if self.context_projection is None:
+            self.prepare()
+        assert self.context_projection is not None
+        decoder = self.config.decoder
+        kv = self.context_projection(self.context(taps))
+        kv = kv.view(-1, decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
+        for index, layer in enumerate(self.stack.layers):
+            k, v = kv[:, index].unbind(1)
+            if layer.k_norm is not None:
+                k = rms_norm_torch(k, layer.k_norm.weight, layer.k_norm.eps)  # type: ignore[union-attr,arg-type]
+            rotated = rotate(k, angles, decoder.rope.style == "interleaved")
+            write_cache(rotated, v, cache[index, 0], cache[index, 1], slots)
+
+    def forward(self, x: Tensor, attend: Attention) -> Tensor:
+        """Embedded block rows [R, H] → hidden [R, H] after the final norm, ready for the target's LM head."""
+        hidden, _ = self.stack(x, attend)
+        return hidden
