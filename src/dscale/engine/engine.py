@@ -1,0 +1,204 @@
+"""The engine: requests in, tokens out. One `step` is a plan of the scheduler, its prefill, one decode step, commits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dscale.config import SamplingParams, require
+from dscale.engine.request import FinishReason, Request, Status, StepRecord, TokenLogprob
+from dscale.engine.scheduler import Chunk, Scheduler
+from dscale.engine.text import TextStream
+from dscale.engine.worker import Decoded, Worker
+from dscale.models.tokenizer import IncrementalDecoder, Tokenizer
+from dscale.speculation.policies import StepOutcome
+from dscale.speculation.sampling import logprobs
+from dscale.speculation.state import MAX_END_TOKENS
+
+
+@dataclass
+class EngineCounters:
+    """Sums over the engine's life. seconds: decode steps only."""
+
+    steps: int = 0
+    request_steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    slots: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    shapes: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Continuous batching over one worker."""
+
+    def __init__(self, worker: Worker, scheduler: Scheduler, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self.worker, self.scheduler, self.tokenizer = worker, scheduler, tokenizer
+        self.max_model_len = max_model_len
+        self.counters = EngineCounters()
+        self._live: dict[str, Request] = {}
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
+        """Queue a prompt of token ids; InputError when it is empty, out of range or too long."""
+        vocabulary = self.worker.vocab_size
+        require(request_id not in self._live, f"request id {request_id!r} is already in use")
+        require(len(prompt) > 0, f"request {request_id}: the prompt is empty; give at least one token")
+        require(
+            all(0 <= token < vocabulary for token in prompt),
+            f"request {request_id}: prompt token ids must lie in [0, {vocabulary - 1}]",
+        )
+        require(
+            len(prompt) < self.max_model_len,
+            f"request {request_id}: prompt has {len(prompt)} tokens; the context length is {self.max_model_len}, "
+            "and one must be left for the answer",
+        )
+        bias = params.logit_bias or {}
+        require(
+            all(0 <= token < vocabulary for token in bias),
+            f"request {request_id}: logit_bias token ids must lie in [0, {vocabulary - 1}]",
+        )
+        room = self.max_model_len - len(prompt)
+        cap = room if params.max_tokens is None else min(params.max_tokens, room)
+        request = Request(request_id, list(prompt), params, seed, self._end_ids(request_id, params), cap)
+        if self.tokenizer is not None:
+            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens)
+            request.text = TextStream(decoder, params.stop, params.include_stop_str_in_output)
+        else:
+            require(not params.stop, "stop: stop strings need a tokenizer; this model has none")
+        self.scheduler.add(request)
+        self._live[request_id] = request
+        return request
+
+    def _end_ids(self, request_id: str, params: SamplingParams) -> tuple[int, ...]:
+        eos = () if params.ignore_eos else self.worker.models.target.config.eos_token_ids
+        ends = tuple(dict.fromkeys([*eos, *params.stop_token_ids]))
+        require(
+            len(ends) <= MAX_END_TOKENS,
+            f"request {request_id}: {len(ends)} end and stop tokens; at most {MAX_END_TOKENS} are allowed",
+        )
+        return ends
+
+    @property
+    def busy(self) -> bool:
+        """True while any request waits or runs."""
+        return self.scheduler.busy
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its pages are free at once. Unknown or finished ids are ignored."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self._finish(request, FinishReason.ABORT, None)
+
+    def step(self) -> list[Request]:
+        """One plan; returns the requests that emitted tokens or ended."""
+        plan = self.scheduler.schedule()
+        if plan.prefill:
+            self._prefill(plan.prefill)
+        if not plan.decode:
+            return []
+        requests = plan.decode
+        decoded = self.worker.decode(requests)
+        cut = [self._commit(request, decoded, lane) for lane, request in enumerate(requests)]
+        self._learn(requests, decoded, cut)
+        return requests
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        began = time.perf_counter()
+        hidden = self.worker.prefill(chunks)
+        for chunk, rows in zip(chunks, hidden, strict=True):
+            if chunk.request.params.prompt_logprobs is not None:
+                self._score_prompt(chunk, rows)
+            self.scheduler.commit(chunk.request, chunk.start + chunk.length)
+        self.counters.prefill_seconds += time.perf_counter() - began
+
+    def _score_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
+        """Log-probabilities of the prompt tokens that follow this chunk's rows."""
+        request = chunk.request
+        known = request.prompt_logprobs or [None]  # the first token has nothing before it
+        following = request.prompt[chunk.start + 1 : chunk.start + chunk.length + 1]
+        fresh = slice(max(len(known) - 1 - chunk.start, 0), len(following))  # preempted: part of it is known already
+        if following[fresh]:
+            with torch.inference_mode():
+                logits = self.worker.models.target.logits(hidden[fresh])
+                ids = torch.tensor(following[fresh], device=logits.device)
+                scores = logprobs(logits, ids, request.params.prompt_logprobs or 0)
+            known += [
+                TokenLogprob(token, *scores.row(i, request.params.prompt_logprobs or 0))
+                for i, token in enumerate(following[fresh])
+            ]
+        request.prompt_logprobs = known
+
+    def _commit(self, request: Request, decoded: Decoded, lane: int) -> bool:
+        """Append what a step emitted and end the request where it ends; True when tokens were cut."""
+        tokens = decoded.tokens[lane]
+        if request.first_token_at is None:
+            request.first_token_at = time.perf_counter()
+        kept, reason, stop = self._append(request, tokens)
+        accepted = min(decoded.accepted[lane], kept)
+        drafted = decoded.result.draft.tokens.shape[1]
+        request.steps.append(StepRecord(kept, accepted, decoded.slots[lane], drafted))
+        self._count(request.steps[-1])
+        if request.params.logprobs is not None:
+            self._read_logprobs(request, decoded, lane, kept)
+        self.worker.extend_edits(request, tokens[:kept])
+        if reason is not None:
+            self._finish(request, reason, stop)
+        else:
+            self.scheduler.commit(request, request.length - 1)
+        return reason is not None
+
+    def _append(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None, int | str | None]:
+        """Tokens kept, and why the request ends with the last of them, if it does."""
+        for count, token in enumerate(tokens, start=1):
+            request.output.append(token)
+            may_stop = len(request.output) >= request.params.min_tokens
+            stopped = request.text.push(token, may_stop) if request.text is not None else False
+            if token in request.end_ids:
+                eos = token in self.worker.models.target.config.eos_token_ids
+                return count, FinishReason.STOP, None if eos else token
+            if stopped:
+                return count, FinishReason.STOP, request.text.stopped_by if request.text else None
+            if len(request.output) >= request.cap:
+                return count, FinishReason.LENGTH, None
+        return len(tokens), None, None
+
+    def _read_logprobs(self, request: Request, decoded: Decoded, lane: int, kept: int) -> None:
+        scores, wanted = decoded.result.logprobs, request.params.logprobs
+        assert scores is not None and wanted is not None
+        start = int(decoded.result.starts[lane])
+        for offset in range(kept):
+            token = decoded.tokens[lane][offset]
+            request.logprobs.append(TokenLogprob(token, *scores.row(start + offset, wanted)))
+
+    def _count(self, record: StepRecord) -> None:
+        self.counters.request_steps += 1
+        self.counters.emitted += record.emitted
+        self.counters.drafted += record.drafted
+        self.counters.accepted += record.accepted
+        self.counters.slots += record.slots
+
+    def _learn(self, requests: list[Request], decoded: Decoded, cut: list[bool]) -> None:
+        """Give the policy the outcome; lanes that were cut or whose logits were edited do not count as clean."""
+        counters, shape = self.counters, decoded.shape
+        counters.steps += 1
+        counters.decode_seconds += decoded.seconds
+        key = "off" if shape.width == 1 else f"{shape.rows / len(requests):.1f}"
+        counters.shapes[key] = counters.shapes.get(key, 0) + 1
+        clean = [not ended and not r.params.edits_logits for r, ended in zip(requests, cut, strict=True)]
+        draft = decoded.result.draft
+        outcome = StepOutcome(shape, draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
+        self.worker.policy.observe(outcome)
+
+    def _finish(self, request: Request, reason: FinishReason, stop: int | str | None) -> None:
+        if request.status is Status.FINISHED:
+            return
+        self.scheduler.finish(request, reason)
+        request.stop_reason, request.finished_at = stop, time.perf_counter()
+        if request.text is not None:
+            request.text.finish()
+        del self._live[request.id]

@@ -1,0 +1,246 @@
+"""`LLM`: the engine behind a Python call.
+
+    from dscale import LLM, SamplingParams
+    llm = LLM("smollm2-135m")
+    print(llm.chat([{"role": "user", "content": "What is a block?"}])[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dscale.config import (
+    PAGE_SIZE,
+    CacheConfig,
+    EngineConfig,
+    InputError,
+    SamplingParams,
+    SpeculationConfig,
+    require,
+    resolve_dtype,
+)
+from dscale.engine.engine import Engine
+from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
+from dscale.engine.pages import PagePool, pages_for
+from dscale.engine.request import Request
+from dscale.engine.scheduler import Scheduler
+from dscale.engine.worker import Worker
+from dscale.kernels import native
+from dscale.models.aliases import shipped_drafter, shipped_predictor
+from dscale.models.decoder import Target
+from dscale.models.drafter import Drafter
+from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
+from dscale.models.loader import LoadedTarget, load_target
+from dscale.speculation.choose import build_policy, scorer_for
+from dscale.speculation.policies import Policy
+from dscale.speculation.state import DeviceState, Models
+
+Messages = Sequence[dict[str, Any]]
+Progress = Callable[[Engine], None]
+
+
+class LLM:
+    """A target, optionally with a drafter and a predictor, ready to generate.
+
+    model: folder, hub id, GGUF file or alias. drafter and predictor: "auto" takes the shipped one of a known alias,
+    None or "none" goes without, else a folder. policy: see dscale.config.POLICIES; without a drafter it is `off`.
+    width: block width W, anchor included (None: the drafter's own). slots: verified rows per request of `dvl`.
+    Other options are fields of EngineConfig. InputError in one line for anything that does not fit together.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedTarget,
+        drafter: str | None = "auto",
+        predictor: str | None = "auto",
+        policy: str = "auto",
+        width: int | None = None,
+        slots: float = 8.0,
+        layout: str | None = None,
+        **engine: Any,
+    ) -> None:
+        self.speculation = SpeculationConfig(policy, width, slots, layout)
+        self.config = EngineConfig(**engine)
+        device = resolve_device(self.config.device)
+        self.dtype = default_dtype(device) if self.config.dtype == "auto" else resolve_dtype(self.config.dtype)
+        self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
+        self.drafter = self._load_drafter(drafter, device)
+        self.predictor_path = self._predictor_path(predictor)
+        self.engine = self._build_engine()
+        self._requests = 0
+
+    def _load_drafter(self, drafter: str | None, device: str) -> Drafter | None:
+        path = shipped_drafter(self.loaded.alias) if drafter == "auto" else None if drafter == "none" else drafter
+        self.drafter_path = None if path is None else str(path)
+        if self.speculation.policy == "off":
+            return None
+        if self.drafter_path is None:
+            known = self.speculation.policy == "auto"
+            require(known, f"policy {self.speculation.policy!r} needs a drafter; give one with --drafter, or use off")
+            return None
+        return load_drafter(self.drafter_path, self.loaded.model, self.dtype, device, self.speculation.layout)
+
+    def _predictor_path(self, predictor: str | None) -> str | None:
+        path = shipped_predictor(self.loaded.alias) if predictor == "auto" else None if predictor == "none" else predictor
+        return None if path is None or self.drafter is None else str(path)
+
+    def _build_engine(self) -> Engine:
+        target = self.loaded.model
+        limit = self.loaded.config.decoder.max_position
+        length = limit if self.config.max_model_len is None else self.config.max_model_len
+        require(length <= limit, f"max_model_len: {length} is over the model's context length {limit}")
+        width = self.speculation.width or (self.drafter.config.width if self.drafter else 1)
+        if self.drafter is not None:
+            trained = self.drafter.config.width
+            require(width <= trained, f"width: {width} is wider than the drafter's trained block; at most {trained}")
+        num_pages = self.config.num_pages or self._fitting_pages(target, length + width)
+        models = Models.allocate(target, self.drafter, num_pages, length + width + 1)
+        pack_weights(target, self.drafter)
+        state = DeviceState(self.config.max_requests, pages_for(length + width + 1), target.embedding.device)
+        pool = PagePool(CacheConfig(num_pages, self.config.prefix_caching))
+        scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
+        worker = Worker(models, state)
+        worker.policy = self._policy(worker, width)
+        return Engine(worker, scheduler, self.loaded.tokenizer, length)
+
+    def _policy(self, worker: Worker, width: int) -> Policy:
+        scorer = None
+        if self.drafter is not None:
+            bound = drafter_hash(self.drafter_path or self.drafter)
+            scorer = scorer_for(self.speculation, self.predictor_path, bound, width, self.loaded.model)
+        policy = "off" if self.drafter is None else self.speculation.policy
+        return build_policy(policy, width, self.speculation.slots, scorer, worker.costs)
+
+    def _fitting_pages(self, target: Target, length: int) -> int:
+        """Pages for every request at full length, or what a share of free memory holds."""
+        configs = [target.config.decoder] + ([self.drafter.config.decoder] if self.drafter else [])
+        itemsize = target.embedding.element_size()
+        per_page = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim * PAGE_SIZE * itemsize for c in configs)
+        room = int(free_memory(target.embedding.device) * self.config.memory_fraction / per_page)
+        require(room >= 2, f"memory_fraction: {self.config.memory_fraction} of free memory holds no cache page")
+        return min(self.config.max_requests * pages_for(length + 1) + 1, room)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy in force."""
+        return self.engine.worker.policy.name
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text, or token ids), all batched together; outputs in the order of the prompts."""
+        if prompt_token_ids is None:
+            require(prompts is not None, "generate: give prompts or prompt_token_ids")
+            texts = [prompts] if isinstance(prompts, str) else list(prompts or ())
+            ids = [self.loaded.tokenizer.encode(text) for text in texts]
+        else:
+            ids = [list(row) for row in prompt_token_ids]
+            texts = [None] * len(ids)  # type: ignore[list-item]
+        params = _per_prompt(sampling_params, len(ids))
+        groups = [self._submit(row, one) for row, one in zip(ids, params, strict=True)]
+        try:
+            while self.engine.busy:
+                self.engine.step()
+                if progress is not None:
+                    progress(self.engine)
+        except BaseException:
+            for request in (request for group in groups for request in group):
+                self.engine.abort(request.id)
+            raise
+        return [_output(group, text) for group, text in zip(groups, texts, strict=True)]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Progress | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; template arguments go to the model's chat template."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations: Sequence[Any] = [messages] if single else messages
+        ids = [self.loaded.tokenizer.chat(conversation, **template) for conversation in conversations]
+        return self.generate(sampling_params=sampling_params, prompt_token_ids=ids, progress=progress)
+
+    def _submit(self, ids: list[int], params: SamplingParams) -> list[Request]:
+        """One request per sequence of `n`; each has its own seed."""
+        number, self._requests = self._requests, self._requests + 1
+        base = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
+        seeds = [base if index == 0 else derive_seed(base, index) for index in range(params.n)]
+        group: list[Request] = []
+        try:
+            for index, seed in enumerate(seeds):
+                group.append(self.engine.add(f"{number}-{index}", ids, params, seed))
+        except InputError:
+            for request in group:
+                self.engine.abort(request.id)
+            raise
+        return group
+
+
+def derive_seed(base: int, index: int) -> int:
+    """A 63-bit seed for the index-th child of a seed, the same on every machine."""
+    digest = hashlib.blake2b(f"{base}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def resolve_device(name: str) -> str:
+    """auto is the GPU where there is one, else the CPU."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    known = name == "cpu" or name.split(":")[0] == "cuda"
+    require(known, f"device: {name!r} is not known; allowed are auto, cpu, cuda, cuda:N")
+    require(name == "cpu" or torch.cuda.is_available(), f"device: {name!r} asked for, but no CUDA device is here")
+    return name
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bfloat16 on a GPU and where the CPU kernels run; float32 on other CPUs, whose bf16 arithmetic is emulated."""
+    return torch.bfloat16 if device != "cpu" or native.fast_bfloat16() else torch.float32
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 4 << 30
+
+
+def pack_weights(target: Target, drafter: Drafter | None) -> None:
+    """Give every linear layer its copy for the CPU kernels, where those are used."""
+    from dscale.layers.linear import Linear
+
+    if target.embedding.device.type != "cpu":
+        return
+    for model in (target, drafter):
+        for module in model.modules() if model is not None else ():
+            if isinstance(module, Linear) and module.packed is None:
+                module.pack()
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    require(len(params) == count, f"sampling_params: {len(params)} given for {count} prompts")
+    return list(params)
+
+
+def _output(group: list[Request], text: str | None) -> RequestOutput:
+    outputs: list[CompletionOutput] = [completion_of(request, index) for index, request in enumerate(group)]
+    first = group[0]
+    scored = first.prompt_logprobs if first.params.prompt_logprobs is not None else None
+    return RequestOutput(first.id.split("-")[0], text, list(first.prompt), outputs, scored)

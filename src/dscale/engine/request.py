@@ -1,0 +1,109 @@
+"""A request: its tokens, its parameters, what it holds, and what it has cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dscale.config import PAGE_SIZE, SamplingParams
+from dscale.engine.pages import page_hash
+from dscale.engine.text import TextStream
+
+
+class Status(StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass
+class StepRecord:
+    """One decode step of one request: tokens emitted, drafts accepted among them, slots verified (anchor included),
+    drafts made."""
+
+    emitted: int
+    accepted: int
+    slots: int
+    drafted: int
+
+
+@dataclass
+class TokenLogprob:
+    """Log-probability of an emitted token under the target's raw logits, and of the alternatives asked for."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class Request:
+    """One sequence being served. `committed` counts tokens whose keys are in the cache; the next one is the anchor."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    end_ids: tuple[int, ...]  # tokens that finish it
+    cap: int  # most output tokens
+    output: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    committed: int = 0
+    pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as computed
+    row: int = -1  # row of the device state while it runs
+    bound: bool = False  # whether that row holds this request's parameters and anchor yet
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: list[StepRecord] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    text: TextStream | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output together."""
+        return self.prompt + self.output
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, anchor included."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens still to be put through the target before the last one can serve as the anchor."""
+        return self.length - 1 - self.committed
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens it may still emit."""
+        return self.cap - len(self.output)
+
+    def page_digests(self, tokens: int) -> list[bytes]:
+        """Digests of the full pages within the first `tokens` tokens."""
+        full = tokens // PAGE_SIZE
+        text = self.tokens if len(self.digests) < full else []
+        while len(self.digests) < full:
+            start = len(self.digests) * PAGE_SIZE
+            parent = self.digests[-1] if self.digests else b""
+            self.digests.append(page_hash(parent, text[start : start + PAGE_SIZE]))
+        return self.digests[:full]

@@ -1,0 +1,72 @@
+"""Text of a growing output: incremental decoding and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Turns tokens into text piece by piece; a piece may be empty while a character is incomplete."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that became certain with these tokens."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        ...
+
+
+class TextStream:
+    """The visible text of an output. With stop strings, text that may still become one is held back."""
+
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+        self.decoder, self.stop, self.include_stop = decoder, tuple(stop), include_stop
+        self.text = ""
+        self.stopped_by: str | None = None
+        self._taken = 0  # characters of text already handed out
+
+    def push(self, token: int, may_stop: bool = True) -> bool:
+        """Take in one token; True when a stop string is now complete (text is cut there)."""
+        before = len(self.text)
+        self.text += self.decoder.push([token])
+        return may_stop and self._find_stop(before)
+
+    def finish(self) -> None:
+        """No more tokens come: decode what is left, unless a stop string already ended the text."""
+        if self.stopped_by is None:
+            before = len(self.text)
+            self.text += self.decoder.finish()
+            self._find_stop(before)
+
+    def take(self, final: bool = False) -> str:
+        """Text not handed out yet, less what may still turn into a stop string (all of it when final)."""
+        end = len(self.text) if final else len(self.text) - self._pending()
+        piece = self.text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return piece
+
+    def _find_stop(self, before: int) -> bool:
+        found = []
+        for stop in self.stop:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0:
+                found.append((at, -len(stop), stop))
+        if not found:
+            return False
+        at, _, stop = min(found)
+        self.stopped_by = stop
+        self.text = self.text[: at + len(stop)] if self.include_stop else self.text[:at]
+        return True
+
+    def _pending(self) -> int:
+        """Length of the longest tail of the text that begins some stop string."""
+        if self.stopped_by is not None:
+            return 0
+        longest = max((len(stop) for stop in self.stop), default=0)
+        for size in range(min(longest - 1, len(self.text)), 0, -1):
+            tail = self.text[-size:]
+            if any(stop.startswith(tail) for stop in self.stop):
+                return size
+        return 0

@@ -1,0 +1,175 @@
+"""One decode step, from anchors to committed tokens (architecture.md). There is no other decode path:
+`off` is this step with an empty draft, `full` is this step with k = W.
+
+    anchors ─► drafter ─► features ─► predictor ─► allocate ─► pack ─► target ─► accept ─► commit
+    (N,)       (N, W)     (N, F)      q (N, W)     k (N,)      (M,)    (M, V)    (N,)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dscale.kernels.attention import RaggedBatch
+from dscale.layers.attention import PagedAttention
+from dscale.speculation.acceptance import accept, clip_at_end
+from dscale.speculation.packing import Packed, gather, pack
+from dscale.speculation.policies import Draft, Policy
+from dscale.speculation.sampling import RowParams, TokenLogprobs, apply_edits, draw, logprobs
+from dscale.speculation.state import DeviceState, Models
+from dscale.speculation.workspace import StepShape, Workspace
+
+
+@dataclass
+class StepResult:
+    """What a step did, on the device. N lanes, W block width.
+
+    tokens [N, W] emitted tokens, the first emitted[i] of lane i count; accepted [N] drafts among them; slots [N] is k;
+    finished [N] bool: an end token or the cap was met; logprobs per verified row, with starts [N+1] to find them.
+    """
+
+    tokens: Tensor
+    emitted: Tensor
+    accepted: Tensor
+    slots: Tensor
+    finished: Tensor
+    starts: Tensor
+    draft: Draft
+    logprobs: TokenLogprobs | None = None
+
+
+@torch.inference_mode()
+def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: Models, policy: Policy) -> StepResult:
+    """Draft, decide, verify, accept and commit for every lane; the state moves on in place."""
+    lanes = work.lanes
+    context, anchor = state.length[lanes], state.anchor[lanes]
+
+    draft = draft_block(state, work, shape, models, policy, context, anchor)  # drafts (N, W-1), §2 features' inputs
+    k = policy.lengths(draft, shape, work.live)  # q by the predictor, then the shared budget (§2)
+    packed = pack(k, shape.rows, work.live)  # flat rows, sentinels at the end (§2 Packing)
+
+    block = torch.cat([anchor[:, None], draft.tokens], dim=1)
+    hidden, taps, batch = verify(state, work, shape, models, packed, block, context)
+    logits = models.target.logits(hidden)
+    y = choose(logits, state, work, packed, batch, draft)  # y ~ P at every row (§3)
+
+    outcome = accept(draft.tokens, k, y, packed.starts)
+    emitted, finished = clip_at_end(outcome.tokens, outcome.emitted, state.end_ids[lanes], state.remaining[lanes])
+
+    write_draft_context(models, taps, batch)
+    state.length[lanes] = context + emitted
+    state.anchor[lanes] = outcome.next_anchor
+    state.remaining[lanes] -= emitted
+    scores = logprobs(logits, y, work.logprobs) if work.logprobs is not None else None
+    return StepResult(
+        outcome.tokens, emitted, torch.minimum(outcome.count, emitted), k, finished, packed.starts, draft, scores
+    )
+
+
+def draft_block(
+    state: DeviceState,
+    work: Workspace,
+    shape: StepShape,
+    models: Models,
+    policy: Policy,
+    context: Tensor,
+    anchor: Tensor,
+) -> Draft:
+    """One parallel pass of the drafter over [anchor, mask, …]; the block's keys use the slots after the context."""
+    count, width = work.count, shape.width
+    if width == 1 or models.drafter is None:
+        return Draft.empty(count, anchor.device)
+    assert models.draft_cache is not None and models.draft_table is not None
+    config = models.drafter.config
+    queries = config.queries(width)
+    ids = torch.full((count, queries), config.mask_token_id, device=anchor.device)
+    ids[:, 0] = anchor
+    positions = context[:, None] + torch.arange(queries, device=anchor.device)
+    batch = RaggedBatch(
+        positions=positions.flatten(),
+        slots=state.slots(work.lanes, positions).flatten(),
+        page_table=state.page_table,
+        lanes=work.lanes,
+        starts=torch.arange(count + 1, device=anchor.device) * queries,
+        contexts=context,
+        max_rows=queries,
+        max_context=work.max_context,
+        causal=config.causal,
+    )
+    attend = PagedAttention(config.decoder, models.draft_cache, models.draft_table, batch)
+    hidden = models.drafter(models.target.embed(ids.flatten()), attend).view(count, queries, -1)
+    hidden = hidden[:, queries - width + 1 : queries - width + 1 + shape.head]  # 1+N drops slot 0
+    return policy.read_draft(hidden, models.target, work.live)
+
+
+def verify(
+    state: DeviceState,
+    work: Workspace,
+    shape: StepShape,
+    models: Models,
+    packed: Packed,
+    block: Tensor,
+    context: Tensor,
+) -> tuple[Tensor, Tensor | None, RaggedBatch]:
+    """The target over the packed rows: (hidden [M, H], taps [M, T·H] or None, the batch). Sentinels use slot 0."""
+    positions = context[:, None] + torch.arange(block.shape[1], device=block.device)
+    batch = RaggedBatch(
+        positions=gather(packed, positions, 0),
+        slots=gather(packed, state.slots(work.lanes, positions), 0),
+        page_table=state.page_table,
+        lanes=work.lanes,
+        starts=packed.starts,
+        contexts=context,
+        max_rows=block.shape[1],
+        max_context=work.max_context,
+    )
+    attend = PagedAttention(models.target.config.decoder, models.target_cache, models.target_table, batch)
+    hidden, taps = models.target(gather(packed, block, 0), attend, models.taps)
+    return hidden, taps, batch
+
+
+def choose(
+    logits: Tensor, state: DeviceState, work: Workspace, packed: Packed, batch: RaggedBatch, draft: Draft
+) -> Tensor:
+    """Draw y at every row, each as if the drafts before it had been emitted (§3)."""
+    if work.edited:
+        logits = logits.clone()
+        bounds = packed.starts.tolist()
+        for lane in work.edited:
+            rows = slice(bounds[lane], bounds[lane + 1])
+            edits = state.edits[int(work.lanes[lane])]
+            logits[rows] = apply_edits(logits[rows], edits, draft.tokens[lane])
+    if work.all_greedy:
+        return draw(logits, None)
+    lanes = work.lanes[packed.lane_of_row]
+    params = RowParams(
+        state.temperature[lanes],
+        state.top_k[lanes],
+        state.top_p[lanes],
+        state.min_p[lanes],
+        state.seed[lanes],
+        batch.positions + 1,
+    )
+    return draw(logits, params)
+
+
+def write_draft_context(models: Models, taps: Tensor | None, batch: RaggedBatch) -> None:
+    """Projected draft keys and values for all rows the target has seen; committed length decides what is visible."""
+    if models.drafter is None or taps is None:
+        return
+    assert models.draft_cache is not None and models.draft_table is not None
+    models.drafter.write_context(taps, models.draft_cache, models.draft_table[batch.positions], batch.slots)
+
+
+@torch.inference_mode()
+def prefill(state: DeviceState, models: Models, ids: Tensor, batch: RaggedBatch) -> Tensor:
+    """Prompt rows through the target, both caches written; returns hidden [R, H]. No token is drawn here: the last
+    prompt token is the first anchor, so the first output token comes from a decode step like every other."""
+    attend = PagedAttention(models.target.config.decoder, models.target_cache, models.target_table, batch)
+    hidden, taps = models.target(ids, attend, models.taps)
+    write_draft_context(models, taps, batch)
+    return hidden
+
+

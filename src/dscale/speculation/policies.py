@@ -1,0 +1,181 @@
+"""Policies: how many rows of each drafted block the target verifies (dscale.md §6). Drafting stays full length.
+
+    off        nothing is drafted; the target decodes one token per request and step
+    full       every block is verified whole, as DFlash does
+    fixed:w    the first w rows of every block
+    dvl        predicted survival q, one budget of `slots` rows per request shared by all (exact or seeded allocation)
+    confidence the same with q from the draft's own top-1 logit, refit online; needs no trained predictor
+    auto       the budget, or none, that promises the most committed tokens per second (auto.py)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dscale.kernels.top_logits import TopLogits, top_logits
+from dscale.models.decoder import Target
+from dscale.speculation.confidence import ConfidenceModel
+from dscale.speculation.features import FeatureProjections, draft_features
+from dscale.speculation.predictor import Predictor
+from dscale.speculation.workspace import StepShape
+
+Allocate = Callable[[Tensor, int, Tensor], Tensor]  # (q [N, W], total slots, live [N]) → k [N]
+
+
+@dataclass
+class Draft:
+    """Drafted tokens [N, D] of every lane and, where a policy wants it, what is believed about them.
+
+    survival q [N, D+1]: probability that at least j drafts are accepted. top: the head's best logits [N, D, …].
+    """
+
+    tokens: Tensor
+    survival: Tensor | None = None
+    top: TopLogits | None = None
+
+    @classmethod
+    def empty(cls, count: int, device: torch.device) -> Draft:
+        """Nothing drafted for `count` lanes."""
+        return cls(torch.zeros(count, 0, dtype=torch.int64, device=device))
+
+
+@dataclass
+class StepOutcome:
+    """What a policy may learn from, on the host: slots and accepted drafts per lane, seconds the step took.
+
+    clean: lanes whose acceptance speaks of the plain target (no penalties, no bias, not cut at an end).
+    """
+
+    shape: StepShape
+    draft: Draft
+    slots: list[int]
+    accepted: list[int]
+    clean: list[bool]
+    seconds: float
+
+
+class Policy(ABC):
+    """Decides the size of a step before it starts and the length of each request's verification within it."""
+
+    name: str
+
+    @abstractmethod
+    def shape(self, live: int) -> StepShape:
+        """Size of the next step for `live` requests; decided on the host, without reading the device."""
+
+    def read_draft(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+        """Drafts from hidden rows [N, D, H] of the drafter: the head's top-1, and signals where the policy wants them."""
+        count, drafts, _ = hidden.shape
+        return Draft(target.logits(hidden.flatten(0, 1)).argmax(-1).view(count, drafts))
+
+    @abstractmethod
+    def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
+        """k int64 [N]: rows to verify per lane, anchor included; 0 on lanes that are not live. Sum at most shape.rows."""
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a finished step."""
+        return
+
+
+class Off(Policy):
+    """Autoregressive decoding: one row per request."""
+
+    name = "off"
+
+    def shape(self, live: int) -> StepShape:
+        return StepShape(width=1, head=0, rows=live)
+
+    def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
+        return live.long()
+
+
+class Fixed(Policy):
+    """The same number of rows for every request: the first `rows` of a block of `width`."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        self.width, self.rows = width, min(rows, width)
+        self.name = "full" if self.rows == width else f"fixed:{rows}"
+
+    def shape(self, live: int) -> StepShape:
+        if self.rows == 1:
+            return StepShape(width=1, head=0, rows=live)
+        return StepShape(width=self.width, head=self.rows - 1, rows=live * self.rows)
+
+    def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
+        return live.long() * (shape.head + 1)
+
+
+class Scorer(ABC):
+    """Turns the drafter's output into drafts with survival probabilities q."""
+
+    name: str
+
+    @abstractmethod
+    def read(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+        """Drafts, q and top logits from hidden rows [N, D, H]."""
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Refit from a finished step, where the scorer learns online."""
+        return
+
+
+class PredictorScorer(Scorer):
+    """The trained predictor (§2)."""
+
+    name = "dvl"
+
+    def __init__(self, predictor: Predictor, projections: FeatureProjections | None) -> None:
+        self.predictor, self.projections = predictor, projections
+
+    def read(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+        top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
+        features = draft_features(top, hidden, live.sum(), self.projections)
+        return Draft(top.ids[..., 0], self.predictor.survival(features), top)
+
+
+class ConfidenceScorer(Scorer):
+    """The draft's own top-1 logit, calibrated online (§6)."""
+
+    name = "confidence"
+
+    def __init__(self, model: ConfidenceModel) -> None:
+        self.model = model
+
+    def read(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+        top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
+        return Draft(top.ids[..., 0], self.model.survival(top), top)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        if outcome.draft.top is None or not any(outcome.clean):
+            return
+        clean = torch.tensor(outcome.clean)
+        slots, accepted = torch.tensor(outcome.slots), torch.tensor(outcome.accepted)
+        self.model.observe(outcome.draft.top.select(clean), accepted[clean], slots[clean])
+
+
+class SharedBudget(Policy):
+    """One budget for all requests, spent where q promises most."""
+
+    def __init__(self, scorer: Scorer, width: int, slots: float, allocate: Allocate, name: str | None = None) -> None:
+        self.scorer, self.width, self.slots, self.allocate = scorer, width, slots, allocate
+        self.name = name or scorer.name
+
+    def shape(self, live: int) -> StepShape:
+        rows = min(max(round(self.slots * live), live), live * self.width)
+        return StepShape(width=self.width, head=self.width - 1, rows=rows)
+
+    def read_draft(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+        return self.scorer.read(hidden, target, live)
+
+    def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
+        assert draft.survival is not None
+        return self.allocate(draft.survival, shape.rows, live)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self.scorer.observe(outcome)
+

@@ -1,0 +1,107 @@
+"""What a decode step reads and writes: the models with their caches, and one row of device state per running request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dscale.config import PAGE_SIZE, DecoderConfig, SamplingParams
+from dscale.layers.rotary import rotary_table
+from dscale.models.decoder import Target
+from dscale.models.drafter import Drafter
+from dscale.speculation.sampling import LogitEdits
+
+MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
+
+
+@dataclass
+class Models:
+    """Target and drafter with rotary tables and paged caches [layers, 2, pages, kv, page, d]; one page table for both."""
+
+    target: Target
+    target_table: Tensor
+    target_cache: Tensor
+    drafter: Drafter | None = None
+    draft_table: Tensor | None = None
+    draft_cache: Tensor | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs the drafter reads; none without a drafter."""
+        return self.drafter.config.taps if self.drafter is not None else ()
+
+    @classmethod
+    def allocate(cls, target: Target, drafter: Drafter | None, num_pages: int, positions: int) -> Models:
+        """Caches of num_pages pages and rotary tables for `positions` positions, on the target's device and dtype."""
+        device, dtype = target.embedding.device, target.embedding.dtype
+
+        def cache(config: DecoderConfig) -> Tensor:
+            shape = (config.num_layers, 2, num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def table(config: DecoderConfig) -> Tensor:
+            return rotary_table(config.rope, config.head_dim, positions, device)
+
+        decoder = target.config.decoder
+        models = cls(target, table(decoder), cache(decoder))
+        if drafter is not None:
+            models.drafter = drafter
+            models.draft_table = table(drafter.config.decoder)
+            models.draft_cache = cache(drafter.config.decoder)
+        return models
+
+
+class DeviceState:
+    """Per-request device tensors; the last row is scratch, for inactive lanes.
+
+    page_table int32 [rows, pages]; length int64 [rows], committed tokens; anchor int64 [rows], the token at position
+    `length`; remaining int64 [rows], output tokens left; end_ids int64 [rows, MAX_END_TOKENS], unused ones -1; sampling
+    parameters [rows].
+    """
+
+    def __init__(self, max_requests: int, max_pages: int, device: torch.device | str = "cpu") -> None:
+        rows = max_requests + 1
+
+        def integers(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int64, device=device)
+
+        self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        self.length, self.anchor, self.seed = integers(rows), integers(rows), integers(rows)
+        self.remaining = integers(rows, fill=1 << 40)
+        self.end_ids = integers(rows, MAX_END_TOKENS, fill=-1)
+        self.temperature = torch.zeros(rows, device=device)
+        self.top_k = integers(rows)
+        self.top_p = torch.ones(rows, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+        self.edits: dict[int, LogitEdits] = {}
+
+    @property
+    def scratch_row(self) -> int:
+        """The row that inactive lanes point to."""
+        return self.length.shape[0] - 1
+
+    def admit(self, row: int, params: SamplingParams, seed: int, end_ids: Sequence[int]) -> None:
+        """Sampling parameters of a request that starts on this row."""
+        self.seed[row] = seed
+        self.temperature[row] = params.temperature
+        self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
+        self.end_ids[row] = -1
+        if end_ids:
+            self.end_ids[row, : len(end_ids)] = torch.tensor(list(end_ids), device=self.end_ids.device)
+
+    def set_pages(self, row: int, pages: Sequence[int], start: int = 0) -> None:
+        """Pages of a request from index `start` on."""
+        fresh = torch.tensor(pages[start:], dtype=torch.int32)
+        self.page_table[row, start : len(pages)] = fresh.to(self.page_table.device)
+
+    def set_anchor(self, row: int, length: int, anchor: int, remaining: int) -> None:
+        """Committed length, the token that follows it, and how many output tokens are left."""
+        self.length[row], self.anchor[row], self.remaining[row] = length, anchor, remaining
+
+    def slots(self, lanes: Tensor, positions: Tensor) -> Tensor:
+        """Cache slots of positions [N, K] of lanes [N]."""
+        pages = self.page_table[lanes].gather(1, positions // PAGE_SIZE).long()
+        return pages * PAGE_SIZE + positions % PAGE_SIZE
