@@ -1,0 +1,116 @@
+"""One way to load a target: a Hugging Face folder, a hub id, a GGUF file, or an alias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dscale.config import InputError, TargetConfig, require
+from dscale.models.aliases import ALIASES, alias_folder
+from dscale.models.checkpoint import SafetensorsCheckpoint, load_parameters, read_json
+from dscale.models.decoder import Target
+from dscale.models.families import target_config, target_pieces
+from dscale.models.gguf_reader import GGUFCheckpoint, gguf_config
+from dscale.models.gguf_tokenizer import gguf_tokenizer
+from dscale.models.tokenizer import Tokenizer
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target ready to run. name is what the user gave; alias is set when that was a known alias."""
+
+    model: Target
+    config: TargetConfig
+    tokenizer: Tokenizer
+    name: str
+    alias: str | None = None
+
+
+def load_target(source: str, dtype: torch.dtype, device: str = "cpu") -> LoadedTarget:
+    """Load a target and its tokenizer, weights cast to dtype on device, in eval mode without gradients.
+
+    source: a Hugging Face folder, a .gguf file, an alias (see aliases.ALIASES) or a hub id `owner/name`.
+    InputError in one line for anything missing, truncated or not supported.
+    """
+    alias = source if source in ALIASES and not Path(source).exists() else None
+    path = alias_folder(source) if alias else resolve_path(source)
+    if path.is_file():
+        checkpoint = GGUFCheckpoint(path)
+        config = gguf_config(checkpoint)
+        tokenizer = gguf_tokenizer(checkpoint, config.eos_token_ids)
+        model = build_target(config, checkpoint, dtype, device)
+        return LoadedTarget(model, config, tokenizer, source)
+    config = folder_config(path)
+    model = build_target(config, SafetensorsCheckpoint(path), dtype, device)
+    return LoadedTarget(model, config, Tokenizer.from_folder(path, config.eos_token_ids), source, alias)
+
+
+def resolve_path(source: str) -> Path:
+    """The local folder or GGUF file that a source names; hub ids are fetched into the hub's cache."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        require((path / "config.json").is_file(), f"{source}: has no config.json; expected a Hugging Face folder")
+        return path
+    if path.exists():
+        with path.open("rb") as file:
+            require(file.read(4) == b"GGUF", f"{source}: not a GGUF file; allowed are GGUF files and folders")
+        return path
+    if source.count("/") == 1 and not source.startswith((".", "/", "~")) and not source.endswith(".gguf"):
+        return fetch_from_hub(source)
+    aliases = ", ".join(ALIASES)
+    raise InputError(f"{source}: no such file, folder or alias; known aliases are {aliases}; hub ids are owner/name")
+
+
+def fetch_from_hub(repository: str) -> Path:
+    """Download (or find in the hub's cache) the config, weights and tokenizer of a hub repository."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
+    except Exception as error:  # network, permission and lookup errors of several libraries
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{repository}: no such folder, and fetching it from the hub failed ({reason})") from None
+
+
+def folder_config(folder: Path) -> TargetConfig:
+    """The TargetConfig of a Hugging Face folder."""
+    generation = folder / "generation_config.json"
+    return target_config(
+        read_json(folder / "config.json"),
+        str(folder / "config.json"),
+        read_json(generation) if generation.is_file() else None,
+    )
+
+
+def build_target(
+    config: TargetConfig, source: SafetensorsCheckpoint | GGUFCheckpoint, dtype: torch.dtype, device: str
+) -> Target:
+    """A Target filled from a source. Weights are cast; the rotary table is never part of the model."""
+    with torch.device("meta"):
+        model = Target(config)
+    load_parameters(model, target_pieces(config), source, config.decoder, dtype, device)
+    if config.tie_embeddings:
+        model.head.weight = model.embedding
+    return model.eval().requires_grad_(False)
+
+
+def random_target(config: TargetConfig, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
+    """A target with seeded random weights, for tests and benchmarks: sensible scales, no two layers alike."""
+    with torch.device("meta"):
+        model = Target(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        fan_in = parameter.shape[-1] if parameter.dim() == 2 else 1
+        value = torch.randn(parameter.shape, generator=generator) * (fan_in**-0.5 if parameter.dim() == 2 else 0.1)
+        value = value + 1.0 if "norm" in name else value
+        value = value * fan_in**0.5 * 0.5 if name == "embedding" else value
+        owner, _, attribute = name.rpartition(".")
+        filled = torch.nn.Parameter(value.to(device, dtype), requires_grad=False)
+        setattr(model.get_submodule(owner), attribute, filled)
+    if config.tie_embeddings:
+        model.head.weight = model.embedding
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,119 @@
+"""Text to token ids and back, chat templates, and text that grows while tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dscale.config import InputError, require
+from dscale.models.checkpoint import read_json
+
+REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not yet a whole character
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+class Tokenizer:
+    """A fast tokenizer (transformers' PreTrainedTokenizerFast) behind the few calls that serving needs."""
+
+    def __init__(self, backend: Any, eos_token_ids: Iterable[int] = ()) -> None:
+        self.backend = backend
+        own = [backend.eos_token_id] if backend.eos_token_id is not None else []
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_token_ids, *own]))
+
+    @classmethod
+    def from_folder(cls, folder: Path, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
+        """Read tokenizer.json (or what transformers converts to it) from a checkpoint folder; InputError if none."""
+        try:
+            backend = _read_fast(folder)
+        except Exception as error:  # transformers raises many kinds
+            raise InputError(f"{folder}: no usable tokenizer ({' '.join(str(error).split())[:200]})") from None
+        require(backend.is_fast, f"{folder}: its tokenizer has no fast form; allowed are tokenizers with tokenizer.json")
+        return cls(backend, eos_token_ids)
+
+    def __len__(self) -> int:
+        return len(self.backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True for instruct models, whose conversations are rendered by a template."""
+        return bool(self.backend.chat_template)
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of text, with the tokenizer's own start token where it adds one and add_special is set."""
+        return self.backend.encode(text, add_special_tokens=add_special)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
+        return self.backend.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def chat(self, messages: Sequence[dict[str, Any]], **template: Any) -> list[int]:
+        """Ids of a conversation rendered by the chat template, ready for the assistant's turn.
+
+        template: passed to the template (tools, enable_thinking …); add_generation_prompt defaults to True.
+        """
+        return self.encode(self.render(messages, **template), add_special=False)
+
+    def render(self, messages: Sequence[dict[str, Any]], **template: Any) -> str:
+        """The text that `chat` encodes."""
+        require(self.has_chat_template, "chat: this tokenizer has no chat template; use a raw prompt")
+        require(len(messages) > 0, "messages: empty; at least one message is needed")
+        template.setdefault("add_generation_prompt", True)
+        try:
+            return self.backend.apply_chat_template(list(messages), tokenize=False, **template)
+        except Exception as error:  # templates raise their own errors about roles and order
+            raise InputError(f"messages: the chat template refuses them ({' '.join(str(error).split())})") from None
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token on its own, special tokens included; partial characters become U+FFFD."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and its companions, readable by from_folder and by transformers."""
+        self.backend.save_pretrained(str(folder))
+
+
+def _read_fast(folder: Path) -> Any:
+    """The generic class directly where the folder asks for it (four times faster), else what transformers picks."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    settings = folder / "tokenizer_config.json"
+    kind = read_json(settings).get("tokenizer_class") if settings.is_file() else None
+    if kind in GENERIC_CLASSES and (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+class IncrementalDecoder:
+    """Turns tokens into text as they arrive. What push and finish return, joined, is `decode` of all tokens.
+
+    Text is held back while it ends inside a character that is spelt by several tokens. Only the tokens since the last
+    text are decoded again, so a push costs the same late in a long answer as at its start.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids: list[int] = []
+        self._context = 0  # first token that is decoded again, so that joining spaces come out right
+        self._done = 0  # tokens before this one are out
+
+    def push(self, ids: Sequence[int]) -> str:
+        """New text after these tokens; may be empty."""
+        self._ids.extend(ids)
+        text, known = self._window()
+        if text.endswith(REPLACEMENT) or len(text) <= len(known):
+            return ""
+        self._context, self._done = self._done, len(self._ids)
+        return text[len(known) :]
+
+    def finish(self) -> str:
+        """Text still held back, with U+FFFD for characters that were never completed."""
+        text, known = self._window()
+        self._context = self._done = len(self._ids)
+        return text[len(known) :]
+
+    def _window(self) -> tuple[str, str]:
+        start, decode = self._context, self._tokenizer.decode
+        return decode(self._ids[start:], self._skip), decode(self._ids[start : self._done], self._skip)
