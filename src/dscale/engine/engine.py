@@ -15,7 +15,7 @@ from dscale.engine.text import TextStream
 from dscale.engine.worker import Decoded, Worker
 from dscale.models.tokenizer import IncrementalDecoder, Tokenizer
 from dscale.speculation.policies import StepOutcome
-from dscale.speculation.sampling import logprobs
+from dscale.speculation.sampling import RowLogprobs, logprobs
 from dscale.speculation.state import MAX_END_TOKENS
 
 
@@ -126,11 +126,9 @@ class Engine:
             with torch.inference_mode():
                 logits = self.worker.models.target.logits(hidden[fresh])
                 ids = torch.tensor(following[fresh], device=logits.device)
-                scores = logprobs(logits, ids, request.params.prompt_logprobs or 0)
-            known += [
-                TokenLogprob(token, *scores.row(i, request.params.prompt_logprobs or 0))
-                for i, token in enumerate(following[fresh])
-            ]
+                wanted = request.params.prompt_logprobs or 0
+                scores = logprobs(logits, ids, wanted)
+            known += [token_logprob(scores, i, token, wanted) for i, token in enumerate(following[fresh])]
         request.prompt_logprobs = known
 
     def _commit(self, request: Request, decoded: Decoded, lane: int) -> bool:
@@ -145,7 +143,7 @@ class Engine:
         self._count(request.steps[-1])
         if request.params.logprobs is not None:
             self._read_logprobs(request, decoded, lane, kept)
-        self.worker.extend_edits(request, tokens[:kept])
+        self.worker.commit_edits(request, tokens[:kept])
         if reason is not None:
             self._finish(request, reason, stop)
         else:
@@ -173,7 +171,7 @@ class Engine:
         start = int(decoded.result.starts[lane])
         for offset in range(kept):
             token = decoded.tokens[lane][offset]
-            request.logprobs.append(TokenLogprob(token, *scores.row(start + offset, wanted)))
+            request.logprobs.append(token_logprob(scores, start + offset, token, wanted))
 
     def _count(self, record: StepRecord) -> None:
         self.counters.request_steps += 1
@@ -202,3 +200,9 @@ class Engine:
         if request.text is not None:
             request.text.finish()
         del self._live[request.id]
+
+
+def token_logprob(scores: RowLogprobs, row: int, token: int, count: int) -> TokenLogprob:
+    """One row of log-probabilities on the host, with `count` alternatives."""
+    ids, values = scores.ids[row, :count].tolist(), scores.values[row, :count].tolist()
+    return TokenLogprob(token, float(scores.chosen[row]), dict(zip(ids, values, strict=True)))

@@ -1,15 +1,16 @@
 """`LLM`: the engine behind a Python call.
 
-    from dscale import LLM, SamplingParams
-    llm = LLM("smollm2-135m")
-    print(llm.chat([{"role": "user", "content": "What is a block?"}])[0].outputs[0].text)
+from dscale import LLM, SamplingParams
+llm = LLM("smollm2-135m")
+print(llm.chat([{"role": "user", "content": "What is a block?"}])[0].outputs[0].text)
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from dscale.config import (
 from dscale.engine.engine import Engine
 from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
 from dscale.engine.pages import PagePool, pages_for
-from dscale.engine.request import Request
+from dscale.engine.request import Request, Status
 from dscale.engine.scheduler import Scheduler
 from dscale.engine.worker import Worker
 from dscale.kernels import native
@@ -38,17 +39,18 @@ from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.speculation.choose import build_policy, scorer_for
 from dscale.speculation.policies import Policy
+from dscale.speculation.predictor import Predictor
 from dscale.speculation.state import DeviceState, Models
 
 Messages = Sequence[dict[str, Any]]
-Progress = Callable[[Engine], None]
+OnFinish = Callable[[int, RequestOutput], None]
 
 
 class LLM:
     """A target, optionally with a drafter and a predictor, ready to generate.
 
     model: folder, hub id, GGUF file or alias. drafter and predictor: "auto" takes the shipped one of a known alias,
-    None or "none" goes without, else a folder. policy: see dscale.config.POLICIES; without a drafter it is `off`.
+    None or "none" goes without, else a folder or a loaded object. policy: see dscale.config.POLICIES; without a drafter it is `off`.
     width: block width W, anchor included (None: the drafter's own). slots: verified rows per request of `dvl`.
     Other options are fields of EngineConfig. InputError in one line for anything that does not fit together.
     """
@@ -56,8 +58,8 @@ class LLM:
     def __init__(
         self,
         model: str | LoadedTarget,
-        drafter: str | None = "auto",
-        predictor: str | None = "auto",
+        drafter: str | Drafter | None = "auto",
+        predictor: str | Predictor | None = "auto",
         policy: str = "auto",
         width: int | None = None,
         slots: float = 8.0,
@@ -70,24 +72,28 @@ class LLM:
         self.dtype = default_dtype(device) if self.config.dtype == "auto" else resolve_dtype(self.config.dtype)
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
         self.drafter = self._load_drafter(drafter, device)
-        self.predictor_path = self._predictor_path(predictor)
+        self.predictor = self._find_predictor(predictor)
         self.engine = self._build_engine()
         self._requests = 0
 
-    def _load_drafter(self, drafter: str | None, device: str) -> Drafter | None:
-        path = shipped_drafter(self.loaded.alias) if drafter == "auto" else None if drafter == "none" else drafter
-        self.drafter_path = None if path is None else str(path)
+    def _load_drafter(self, drafter: str | Drafter | None, device: str) -> Drafter | None:
         if self.speculation.policy == "off":
             return None
-        if self.drafter_path is None:
+        if isinstance(drafter, Drafter):
+            drafter.prepare()
+            return drafter
+        path = shipped_drafter(self.loaded.alias) if drafter == "auto" else None if drafter == "none" else drafter
+        if path is None:
             known = self.speculation.policy == "auto"
             require(known, f"policy {self.speculation.policy!r} needs a drafter; give one with --drafter, or use off")
             return None
-        return load_drafter(self.drafter_path, self.loaded.model, self.dtype, device, self.speculation.layout)
+        return load_drafter(path, self.loaded.model, self.dtype, device, self.speculation.layout)
 
-    def _predictor_path(self, predictor: str | None) -> str | None:
-        path = shipped_predictor(self.loaded.alias) if predictor == "auto" else None if predictor == "none" else predictor
-        return None if path is None or self.drafter is None else str(path)
+    def _find_predictor(self, predictor: str | Predictor | None) -> str | Predictor | None:
+        if predictor == "auto":
+            shipped = shipped_predictor(self.loaded.alias)
+            return None if shipped is None else str(shipped)
+        return None if predictor == "none" else predictor
 
     def _build_engine(self) -> Engine:
         target = self.loaded.model
@@ -111,8 +117,7 @@ class LLM:
     def _policy(self, worker: Worker, width: int) -> Policy:
         scorer = None
         if self.drafter is not None:
-            bound = drafter_hash(self.drafter_path or self.drafter)
-            scorer = scorer_for(self.speculation, self.predictor_path, bound, width, self.loaded.model)
+            scorer = scorer_for(self.speculation, self.predictor, drafter_hash(self.drafter), width, self.loaded.model)
         policy = "off" if self.drafter is None else self.speculation.policy
         return build_policy(policy, width, self.speculation.slots, scorer, worker.costs)
 
@@ -135,41 +140,69 @@ class LLM:
         prompts: str | Sequence[str] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
-        progress: Progress | None = None,
+        on_finish: OnFinish | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (text, or token ids), all batched together; outputs in the order of the prompts."""
+        """Complete prompts (text, or token ids), all batched together; outputs in the order of the prompts.
+
+        on_finish(index, output) is called for each prompt as soon as its sequences have ended.
+        """
         if prompt_token_ids is None:
             require(prompts is not None, "generate: give prompts or prompt_token_ids")
             texts = [prompts] if isinstance(prompts, str) else list(prompts or ())
-            ids = [self.loaded.tokenizer.encode(text) for text in texts]
+            prompt_token_ids = [self.loaded.tokenizer.encode(text) for text in texts]
         else:
-            ids = [list(row) for row in prompt_token_ids]
-            texts = [None] * len(ids)  # type: ignore[list-item]
-        params = _per_prompt(sampling_params, len(ids))
-        groups = [self._submit(row, one) for row, one in zip(ids, params, strict=True)]
+            texts = [None] * len(prompt_token_ids)  # type: ignore[list-item]
+        params = _per_prompt(sampling_params, len(texts))
+        groups: list[list[Request]] = []
         try:
-            while self.engine.busy:
-                self.engine.step()
-                if progress is not None:
-                    progress(self.engine)
-        except BaseException:
+            for row, one in zip(prompt_token_ids, params, strict=True):
+                groups.append(self._submit(list(row), one))
+            return self._drain(groups, texts, on_finish)
+        finally:
             for request in (request for group in groups for request in group):
                 self.engine.abort(request.id)
-            raise
-        return [_output(group, text) for group, text in zip(groups, texts, strict=True)]
+
+    def _drain(
+        self, groups: list[list[Request]], texts: Sequence[str | None], on_finish: OnFinish | None
+    ) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        pending = {request.id: index for index, group in enumerate(groups) for request in group}
+        while self.engine.busy:
+            for request in self.engine.step():
+                index = pending.get(request.id)
+                if index is None or any(one.status is not Status.FINISHED for one in groups[index]):
+                    continue
+                if index not in outputs:
+                    outputs[index] = _output(groups[index], texts[index])
+                    if on_finish is not None:
+                        on_finish(index, outputs[index])
+        return [outputs[index] for index in range(len(groups))]
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: Progress | None = None,
+        on_finish: OnFinish | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; template arguments go to the model's chat template."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Sequence[Any] = [messages] if single else messages
         ids = [self.loaded.tokenizer.chat(conversation, **template) for conversation in conversations]
-        return self.generate(sampling_params=sampling_params, prompt_token_ids=ids, progress=progress)
+        return self.generate(sampling_params=sampling_params, prompt_token_ids=ids, on_finish=on_finish)
+
+    def stream(self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> Iterator[str]:
+        """Pieces of the text of one sequence as they become certain; closing the iterator aborts the request."""
+        (request,) = self._submit(list(prompt_token_ids), replace(sampling_params, n=1))
+        assert request.text is not None
+        try:
+            while request.status is not Status.FINISHED:
+                self.engine.step()
+                piece = request.text.take(final=request.status is Status.FINISHED)
+                if piece:
+                    yield piece
+        finally:
+            self.engine.abort(request.id)
 
     def _submit(self, ids: list[int], params: SamplingParams) -> list[Request]:
         """One request per sequence of `n`; each has its own seed."""

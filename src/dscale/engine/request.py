@@ -45,7 +45,6 @@ class TokenLogprob:
 
     token_id: int
     logprob: float
-    rank: int
     top: dict[int, float] = field(default_factory=dict)
 
 

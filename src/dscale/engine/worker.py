@@ -15,9 +15,9 @@ from dscale.engine.scheduler import Chunk
 from dscale.kernels.attention import RaggedBatch
 from dscale.speculation.costs import StepCosts
 from dscale.speculation.decode_step import StepResult, decode_step, draft_block, prefill, verify
+from dscale.speculation.edits import LogitEdits
 from dscale.speculation.packing import pack
 from dscale.speculation.policies import Off, Policy
-from dscale.speculation.sampling import LogitEdits
 from dscale.speculation.state import DeviceState, Models
 from dscale.speculation.workspace import StepShape, Workspace
 
@@ -50,11 +50,12 @@ class Worker:
             self.state.admit(request.row, request.params, request.seed, request.end_ids)
             self.state.edits.pop(request.row, None)
             if request.params.edits_logits:
-                edits = LogitEdits(request.params, request.prompt, self.vocab_size, request.end_ids, self.device)
-                edits.extend(request.output)
+                edits = LogitEdits.begin(request.params, request.prompt, self.vocab_size, request.end_ids, self.device)
+                edits.commit(request.output)
                 self.state.edits[request.row] = edits
             self._synced[request.row] = 0
-            self.state.set_anchor(request.row, request.length - 1, request.tokens[-1], request.remaining)
+            anchor = request.tokens[-1]
+            self.state.set_anchor(request.row, request.length - 1, anchor, request.remaining, not request.output)
             request.bound = True
         known = self._synced[request.row]
         if known < len(request.pages):
@@ -113,11 +114,11 @@ class Worker:
         accepted, slots = result.accepted.tolist(), result.slots.tolist()
         return Decoded(tokens, accepted, slots, shape, result, time.perf_counter() - began)
 
-    def extend_edits(self, request: Request, tokens: Sequence[int]) -> None:
+    def commit_edits(self, request: Request, tokens: Sequence[int]) -> None:
         """Tell a request's logit edits what was emitted."""
         edits = self.state.edits.get(request.row)
         if edits is not None and request.params.edits_logits:
-            edits.extend(tokens)
+            edits.commit(tokens)
 
     def measure_verify(self, rows: int) -> float:
         """Seconds of one target pass over `rows` rows with its head, on scratch; the best of three."""

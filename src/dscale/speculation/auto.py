@@ -53,8 +53,8 @@ class Auto(Policy):
                 best, best_speed = shape, speed
         return best
 
-    def read_draft(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
-        return self.scorer.read(hidden, target, live)
+    def read_draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
+        return self.scorer.read(hidden, target, live, initial)
 
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         if shape.width == 1:

@@ -14,7 +14,7 @@ from dscale.speculation.predictor import Predictor
 
 
 def scorer_for(
-    config: SpeculationConfig, predictor: str | None, drafter_hash: str, width: int, target: Target
+    config: SpeculationConfig, predictor: str | Predictor | None, drafter_hash: str, width: int, target: Target
 ) -> Scorer | None:
     """What predicts acceptance: the trained predictor where the policy takes one and it fits, else the confidence."""
     name = config.policy.partition(":")[0]
@@ -23,14 +23,20 @@ def scorer_for(
     if name == "dvl":
         require(predictor is not None, "policy 'dvl' needs a predictor; give one with --predictor, or use confidence")
     if name in ("dvl", "auto") and predictor is not None:
-        loaded = Predictor.load(predictor, drafter_hash)
+        loaded = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor, drafter_hash)
         if loaded.config.width == width:
             loaded.to(target.embedding.device)
-            needs = loaded.config.needs_projections
-            head = target.head.weight
-            return PredictorScorer(loaded, FeatureProjections.build(head, loaded.config.projection_seed) if needs else None)
-        require(name == "auto", f"predictor {predictor}: fitted for width {loaded.config.width}; width {width} is asked for")
+            return PredictorScorer(loaded, projections_for(loaded, target))
+        require(
+            name == "auto", f"predictor: fitted for width {loaded.config.width}; width {width} is asked for"
+        )
     return ConfidenceScorer(ConfidenceModel.day_one(width, target.embedding.device))
+
+
+def projections_for(predictor: Predictor, target: Target) -> FeatureProjections | None:
+    """The fixed projections a predictor's features need, or None when it reads the confidence features alone."""
+    config = predictor.config
+    return FeatureProjections.build(target.head.weight, config.projection_seed) if config.projects else None
 
 
 def build_policy(name: str, width: int, slots: float, scorer: Scorer | None, costs: StepCosts) -> Policy:

@@ -15,9 +15,10 @@ from torch import Tensor
 from dscale.kernels.attention import RaggedBatch
 from dscale.layers.attention import PagedAttention
 from dscale.speculation.acceptance import accept, clip_at_end
+from dscale.speculation.edits import apply_edits
 from dscale.speculation.packing import Packed, gather, pack
 from dscale.speculation.policies import Draft, Policy
-from dscale.speculation.sampling import RowParams, TokenLogprobs, apply_edits, draw, logprobs
+from dscale.speculation.sampling import RowLogprobs, RowParams, draw, logprobs
 from dscale.speculation.state import DeviceState, Models
 from dscale.speculation.workspace import StepShape, Workspace
 
@@ -37,7 +38,7 @@ class StepResult:
     finished: Tensor
     starts: Tensor
     draft: Draft
-    logprobs: TokenLogprobs | None = None
+    logprobs: RowLogprobs | None = None
 
 
 @torch.inference_mode()
@@ -48,7 +49,7 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
 
     draft = draft_block(state, work, shape, models, policy, context, anchor)  # drafts (N, W-1), §2 features' inputs
     k = policy.lengths(draft, shape, work.live)  # q by the predictor, then the shared budget (§2)
-    packed = pack(k, shape.rows, work.live)  # flat rows, sentinels at the end (§2 Packing)
+    packed = pack(k, shape.rows)  # flat rows, sentinels at the end (§2 Packing)
 
     block = torch.cat([anchor[:, None], draft.tokens], dim=1)
     hidden, taps, batch = verify(state, work, shape, models, packed, block, context)
@@ -62,6 +63,7 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     state.length[lanes] = context + emitted
     state.anchor[lanes] = outcome.next_anchor
     state.remaining[lanes] -= emitted
+    state.initial[lanes] = False
     scores = logprobs(logits, y, work.logprobs) if work.logprobs is not None else None
     return StepResult(
         outcome.tokens, emitted, torch.minimum(outcome.count, emitted), k, finished, packed.starts, draft, scores
@@ -101,7 +103,7 @@ def draft_block(
     attend = PagedAttention(config.decoder, models.draft_cache, models.draft_table, batch)
     hidden = models.drafter(models.target.embed(ids.flatten()), attend).view(count, queries, -1)
     hidden = hidden[:, queries - width + 1 : queries - width + 1 + shape.head]  # 1+N drops slot 0
-    return policy.read_draft(hidden, models.target, work.live)
+    return policy.read_draft(hidden, models.target, work.live, state.initial[work.lanes])
 
 
 def verify(
@@ -135,14 +137,12 @@ def choose(
 ) -> Tensor:
     """Draw y at every row, each as if the drafts before it had been emitted (§3)."""
     if work.edited:
-        logits = logits.clone()
+        logits = logits.float()
         bounds = packed.starts.tolist()
         for lane in work.edited:
-            rows = slice(bounds[lane], bounds[lane + 1])
+            first, end = bounds[lane], bounds[lane + 1]
             edits = state.edits[int(work.lanes[lane])]
-            logits[rows] = apply_edits(logits[rows], edits, draft.tokens[lane])
-    if work.all_greedy:
-        return draw(logits, None)
+            logits[first:end] = apply_edits(logits[first:end], edits, draft.tokens[lane, : end - first - 1])
     lanes = work.lanes[packed.lane_of_row]
     params = RowParams(
         state.temperature[lanes],
@@ -152,7 +152,7 @@ def choose(
         state.seed[lanes],
         batch.positions + 1,
     )
-    return draw(logits, params)
+    return draw(logits, params, work.all_greedy)
 
 
 def write_draft_context(models: Models, taps: Tensor | None, batch: RaggedBatch) -> None:
@@ -171,5 +171,3 @@ def prefill(state: DeviceState, models: Models, ids: Tensor, batch: RaggedBatch)
     hidden, taps = models.target(ids, attend, models.taps)
     write_draft_context(models, taps, batch)
     return hidden
-
-

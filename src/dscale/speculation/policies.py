@@ -1,11 +1,11 @@
 """Policies: how many rows of each drafted block the target verifies (dscale.md §6). Drafting stays full length.
 
-    off        nothing is drafted; the target decodes one token per request and step
-    full       every block is verified whole, as DFlash does
-    fixed:w    the first w rows of every block
-    dvl        predicted survival q, one budget of `slots` rows per request shared by all (exact or seeded allocation)
-    confidence the same with q from the draft's own top-1 logit, refit online; needs no trained predictor
-    auto       the budget, or none, that promises the most committed tokens per second (auto.py)
+off        nothing is drafted; the target decodes one token per request and step
+full       every block is verified whole, as DFlash does
+fixed:w    the first w rows of every block
+dvl        predicted survival q, one budget of `slots` rows per request shared by all (exact or seeded allocation)
+confidence the same with q from the draft's own top-1 logit, refit online; needs no trained predictor
+auto       the budget, or none, that promises the most committed tokens per second (auto.py)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dscale.kernels.top_logits import TopLogits, top_logits
 from dscale.models.decoder import Target
 from dscale.speculation.confidence import ConfidenceModel
 from dscale.speculation.features import FeatureProjections, draft_features
-from dscale.speculation.predictor import Predictor
+from dscale.speculation.predictor import Predictor, survival
 from dscale.speculation.workspace import StepShape
 
 Allocate = Callable[[Tensor, int, Tensor], Tensor]  # (q [N, W], total slots, live [N]) → k [N]
@@ -68,8 +68,11 @@ class Policy(ABC):
     def shape(self, live: int) -> StepShape:
         """Size of the next step for `live` requests; decided on the host, without reading the device."""
 
-    def read_draft(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
-        """Drafts from hidden rows [N, D, H] of the drafter: the head's top-1, and signals where the policy wants them."""
+    def read_draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
+        """Drafts from hidden rows [N, D, H] of the drafter: the head's top-1, and signals where the policy wants them.
+
+        live [N] bool: lanes in use; initial [N] bool: the request's first step after its prompt.
+        """
         count, drafts, _ = hidden.shape
         return Draft(target.logits(hidden.flatten(0, 1)).argmax(-1).view(count, drafts))
 
@@ -116,7 +119,7 @@ class Scorer(ABC):
     name: str
 
     @abstractmethod
-    def read(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+    def read(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         """Drafts, q and top logits from hidden rows [N, D, H]."""
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -132,10 +135,11 @@ class PredictorScorer(Scorer):
     def __init__(self, predictor: Predictor, projections: FeatureProjections | None) -> None:
         self.predictor, self.projections = predictor, projections
 
-    def read(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+    def read(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
-        features = draft_features(top, hidden, live.sum(), self.projections)
-        return Draft(top.ids[..., 0], self.predictor.survival(features), top)
+        groups = self.predictor.config.features
+        features = draft_features(top, hidden, live.sum(), initial, self.projections, groups)
+        return Draft(top.ids[..., 0], survival(self.predictor(features)), top)
 
 
 class ConfidenceScorer(Scorer):
@@ -146,7 +150,7 @@ class ConfidenceScorer(Scorer):
     def __init__(self, model: ConfidenceModel) -> None:
         self.model = model
 
-    def read(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
+    def read(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
         return Draft(top.ids[..., 0], self.model.survival(top), top)
 
@@ -169,8 +173,8 @@ class SharedBudget(Policy):
         rows = min(max(round(self.slots * live), live), live * self.width)
         return StepShape(width=self.width, head=self.width - 1, rows=rows)
 
-    def read_draft(self, hidden: Tensor, target: Target, live: Tensor) -> Draft:
-        return self.scorer.read(hidden, target, live)
+    def read_draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
+        return self.scorer.read(hidden, target, live, initial)
 
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         assert draft.survival is not None
@@ -178,4 +182,3 @@ class SharedBudget(Policy):
 
     def observe(self, outcome: StepOutcome) -> None:
         self.scorer.observe(outcome)
-

@@ -12,7 +12,7 @@ from dscale.config import PAGE_SIZE, DecoderConfig, SamplingParams
 from dscale.layers.rotary import rotary_table
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
-from dscale.speculation.sampling import LogitEdits
+from dscale.speculation.edits import LogitEdits
 
 MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
 
@@ -58,7 +58,7 @@ class DeviceState:
     """Per-request device tensors; the last row is scratch, for inactive lanes.
 
     page_table int32 [rows, pages]; length int64 [rows], committed tokens; anchor int64 [rows], the token at position
-    `length`; remaining int64 [rows], output tokens left; end_ids int64 [rows, MAX_END_TOKENS], unused ones -1; sampling
+    `length`; remaining int64 [rows], output tokens left; initial bool [rows], no decode step was made yet; end_ids int64 [rows, MAX_END_TOKENS], unused ones -1; sampling
     parameters [rows].
     """
 
@@ -76,6 +76,7 @@ class DeviceState:
         self.top_k = integers(rows)
         self.top_p = torch.ones(rows, device=device)
         self.min_p = torch.zeros(rows, device=device)
+        self.initial = torch.zeros(rows, dtype=torch.bool, device=device)
         self.edits: dict[int, LogitEdits] = {}
 
     @property
@@ -97,9 +98,9 @@ class DeviceState:
         fresh = torch.tensor(pages[start:], dtype=torch.int32)
         self.page_table[row, start : len(pages)] = fresh.to(self.page_table.device)
 
-    def set_anchor(self, row: int, length: int, anchor: int, remaining: int) -> None:
-        """Committed length, the token that follows it, and how many output tokens are left."""
-        self.length[row], self.anchor[row], self.remaining[row] = length, anchor, remaining
+    def set_anchor(self, row: int, length: int, anchor: int, remaining: int, initial: bool) -> None:
+        """Committed length, the token that follows it, how many output tokens are left, and whether none was made."""
+        self.length[row], self.anchor[row], self.remaining[row], self.initial[row] = length, anchor, remaining, initial
 
     def slots(self, lanes: Tensor, positions: Tensor) -> Tensor:
         """Cache slots of positions [N, K] of lanes [N]."""

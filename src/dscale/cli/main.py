@@ -1,0 +1,42 @@
+"""`dscale`: one command per job. Bad input ends with one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from dscale.cli.chat import chat
+from dscale.cli.demo import demo
+from dscale.cli.generate import generate
+from dscale.cli.inspect import inspect
+from dscale.config import InputError
+
+app = typer.Typer(
+    name="dscale",
+    help="Block-diffusion speculative decoding with adaptive verification.\n\nExample: dscale demo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(demo)
+app.command()(generate)
+app.command()(chat)
+app.command()(inspect)
+
+
+def run() -> None:
+    """Entry point of the `dscale` command."""
+    try:
+        app()
+    except InputError as error:
+        sys.stderr.write(f"dscale: {error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("dscale: interrupted\n")
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    run()

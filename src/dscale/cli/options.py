@@ -1,0 +1,82 @@
+"""Options that several commands share, and the model they build from them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from dscale.engine.llm import LLM
+
+Model = Annotated[str, typer.Option("-m", "--model", help="Folder, hub id, GGUF file or alias (smollm2-135m).")]
+Drafter = Annotated[str, typer.Option("-d", "--drafter", help="Drafter folder; auto takes the shipped one; none.")]
+Predictor = Annotated[
+    str, typer.Option("-p", "--predictor", help="Predictor folder; auto takes the shipped one; none.")
+]
+PolicyName = Annotated[str, typer.Option("--policy", help="off, full, fixed:W, dvl, dvl:seeded, confidence, auto.")]
+Width = Annotated[
+    int | None, typer.Option("--width", help="Block width W, anchor included; default the drafter's own.")
+]
+Slots = Annotated[float, typer.Option("--slots", help="Rows verified per request by dvl and confidence.")]
+Layout = Annotated[str | None, typer.Option("--layout", help="Anchor layout of the drafter: 1+N or anchor-first.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens up to this mass.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep this many tokens; 0 keeps all.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of sampling; the same seed gives the same text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+errors = Console(stderr=True)
+
+
+def build_llm(model: str, **options: Any) -> LLM:
+    """An LLM, with a spinner on stderr while it loads."""
+    from dscale.engine.llm import LLM
+
+    with spinner(f"loading {model}"):
+        return LLM(model, **options)
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A spinner on stderr; silent when stderr is not a terminal."""
+    if not errors.is_terminal:
+        yield
+        return
+    with errors.status(text):
+        yield
+
+
+def progress_bar() -> Progress:
+    """A progress bar on stderr that is off when stderr is not a terminal."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
+def versions() -> dict[str, str]:
+    """Versions a record should carry."""
+    import torch
+    import transformers
+
+    import dscale
+
+    return {
+        "dscale": dscale.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
