@@ -65,6 +65,7 @@ class DecoderConfig:
     qk_norm: bool = False
     rope: RopeConfig = RopeConfig()
     windows: tuple[int | None, ...] = ()  # per layer, tokens seen back; () means full attention everywhere
+    causal_layers: tuple[bool, ...] = ()  # per layer, for drafters that mix; () means what the batch says
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,10 @@ class PagedAttention(Attention):
     def __call__(self, layer: int, qkv: Tensor, norms: HeadNorms) -> Tensor:
         keys, values = self.cache[layer]
         q = split_rotate_write(qkv, self.angles, self.shape, keys, values, self.batch.slots, norms.q, norms.k)
-        out = paged_attention(q, keys, values, self.batch, self.scale, self.config.window(layer))
+        batch = self.batch
+        if self.config.causal_layers:
+            batch = replace(batch, causal=self.config.causal_layers[layer])
+        out = paged_attention(q, keys, values, batch, self.scale, self.config.window(layer))
         return out.flatten(1)
 
 

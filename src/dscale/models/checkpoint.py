@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by name, read lazily; and the map from checkpoint names to the fused parameters of a decoder."""
+"""Tensors of a checkpoint by name, read lazily, and the map from checkpoint names to a decoder's fused parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GGUF files of the llama, qwen2 and qwen3 architectures: config, dequantised tensors under Hugging Face names, tokenizer.
+"""GGUF files of the llama, qwen2 and qwen3 architectures: config, and dequantised tensors by Hugging Face name.
 
-Tensors are dequantised to float32 by the `gguf` package, one at a time. Files of the llama architecture hold the rows of
-q and k in interleaved order (neighbouring rows rotate together); they are put back in halves order when read.
+Tensors are dequantised to float32 by the `gguf` package, one at a time. Files of the llama architecture hold the rows
+of q and k in interleaved order (neighbouring rows rotate together); they are put back in halves order when read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file as a fast tokenizer: byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`).
 
-GGUF names the rule that splits text into words by a short name (`tokenizer.ggml.pre`) and leaves the rule to the reader.
-The rules here are those of the models' own tokenizers, as public in their tokenizer.json.
+GGUF gives the rule that splits text into words as a short name (`tokenizer.ggml.pre`) and leaves the rule to the
+reader. The rules here are those of the models' own tokenizers, as public in their tokenizer.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dscale.models.tokenizer import Tokenizer
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 MODERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3, QWEN2 = MODERN.replace("{DIGITS}", "{1,3}"), MODERN.replace("{DIGITS}", "")
 WORD_RULES = {
@@ -79,7 +80,9 @@ def _byte_level(checkpoint: GGUFCheckpoint, tokens: list[str]) -> FastTokenizer:
         raise InputError(f"{checkpoint.name}: tokenizer.ggml.pre {rule!r} is not known; allowed are {known}")
     merges = [tuple(merge.split(" ", 1)) for merge in checkpoint.value("tokenizer.ggml.merges", [])]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    fast = FastTokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in ("llama3", "llama-v3", "llama-bpe")))
+    fast = FastTokenizer(
+        BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in ("llama3", "llama-v3", "llama-bpe"))
+    )
     if rule in NFC:
         fast.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in WORD_RULES[rule]]
@@ -106,7 +109,7 @@ def _sentencepiece(checkpoint: GGUFCheckpoint, tokens: list[str]) -> FastTokeniz
 
 def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the pair whose joined token scores highest: the same merges, as a ranked list of pairs."""
-    rank = {token: score for token, score in zip(tokens, scores, strict=True)}
+    rank = dict(zip(tokens, scores, strict=True))
     order = {token: index for index, token in enumerate(tokens)}
     pairs = [
         (token[:cut], token[cut:])

@@ -28,7 +28,9 @@ class Tokenizer:
             backend = _read_fast(folder)
         except Exception as error:  # transformers raises many kinds
             raise InputError(f"{folder}: no usable tokenizer ({' '.join(str(error).split())[:200]})") from None
-        require(backend.is_fast, f"{folder}: its tokenizer has no fast form; allowed are tokenizers with tokenizer.json")
+        require(
+            backend.is_fast, f"{folder}: its tokenizer has no fast form; allowed are tokenizers with tokenizer.json"
+        )
         return cls(backend, eos_token_ids)
 
     def __len__(self) -> int:
