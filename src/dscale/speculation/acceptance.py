@@ -1,4 +1,4 @@
-"""Accepting drafts (dscale.md §3): at every verified row the target drew its own token y; drafts pass while they equal it.
+"""Accepting drafts (dscale.md §3): the target drew its own token y at every row; drafts pass while they equal it.
 
     count_i = the largest a ≤ k_i - 1 with drafts_{i,j} = y_{i,j} for all j < a
     emitted tokens: y_{i,0} … y_{i,count_i}, that is the accepted drafts and the successor, which is the next anchor

@@ -41,7 +41,7 @@ def sign_matrix(rows: int, columns: int, seed: int, stream: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureProjections:
-    """Fixed projections of a drafter's hidden state, joined: matrix [H, 64 + 32] float32, hidden first, logits after."""
+    """Fixed projections of a drafter's hidden state, joined: matrix [H, 64 + 32] float32, hidden then logits."""
 
     seed: int
     matrix: Tensor
@@ -105,7 +105,8 @@ def draft_features(
         require(
             hidden is not None and projections is not None, f"features: {groups} need hidden states and projections"
         )
-        assert hidden is not None and projections is not None
+        assert hidden is not None
+        assert projections is not None
         of_hidden, of_logits = projections.project(hidden)
         parts += [of_hidden.flatten(1)] * ("hidden" in groups) + [of_logits.flatten(1)] * ("logits" in groups)
     if "context" in groups:

@@ -1,4 +1,4 @@
-"""Counter-based noise: a number for (request seed, absolute position, token id), the same on any device and in any batch.
+"""Counter-based noise: one number for (request seed, absolute position, token id) on any device, in any batch.
 
     stream  = mix(mix(seed) + position · GOLDEN)          one per row
     bits    = mix(stream + id · GOLDEN)                   63 bits, one per token

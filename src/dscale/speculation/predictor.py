@@ -27,7 +27,7 @@ LENGTH_WEIGHT = 0.02  # of the squared error of the accepted length, in the loss
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """What a predictor was fitted for. drafter_hash: the drafter it belongs to; metrics: quality on held-out prompts."""
+    """What a predictor was fitted for. drafter_hash: its drafter's; metrics: its quality on held-out prompts."""
 
     width: int
     drafter_hash: str
@@ -78,7 +78,7 @@ class Predictor(nn.Module):
         """
         varied = std > 1e-6 * mean.abs().clamp_min(1.0)
         weight = self.first.weight * torch.where(varied, 1.0 / std.clamp_min(1e-30), 0.0)
-        self.first.bias -= weight @ mean
+        self.first.bias.sub_(weight @ mean)
         self.first.weight.copy_(weight)
 
     def save(self, folder: str | Path) -> None:

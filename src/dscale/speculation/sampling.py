@@ -5,7 +5,7 @@ downwards, id upwards) every filter keeps a beginning of that order, so together
     min_p   tokens of probability ≥ min_p · the highest probability
     top_k   the first k tokens (equal logits at the edge: the lower ids, so exactly k)
     top_p   the shortest beginning whose mass reaches top_p of what min_p and top_k left
-y is drawn by Gumbel-max with noise of (seed, position, token id): y = argmax over kept v of logits_v / temperature + g_v.
+y is drawn by Gumbel-max: the argmax over kept v of logits_v / temperature + g_v, with g of (seed, position, token id).
 Temperature 0 is argmax, the lowest id among equals. Meaning and order of the filters follow vLLM.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from dscale.kernels.top_logits import argmax
 from dscale.speculation.noise import gumbel_noise
 
 CANDIDATES = (320, 4096)  # sizes of the beginnings tried on a CPU before a whole row is sorted
@@ -45,10 +46,10 @@ class RowParams:
 def draw(logits: Tensor, rows: RowParams, all_greedy: bool) -> Tensor:
     """One token for every row: logits [M, V] of any float dtype → [M] int64.
 
-    A row's token depends on that row alone. all_greedy promises that every temperature is 0. On a CPU each row takes the
-    cheapest way to its token; elsewhere every row takes the whole one, which reads nothing back.
+    A row's token depends on that row alone. all_greedy promises that every temperature is 0. On a CPU each row takes
+    the cheapest way to its token; elsewhere every row takes the whole one, which reads nothing back.
     """
-    greedy = logits.max(dim=-1).indices
+    greedy = argmax(logits)
     if all_greedy:
         return greedy
     if logits.device.type != "cpu":
@@ -109,7 +110,7 @@ def beginning(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def kept_tokens(scaled: Tensor, values: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
-    """Which of the ordered values [R, S] the filters keep [R, S] bool, and whether S values told all mass needed [R]."""
+    """Which of the ordered values [R, S] the filters keep, and whether S values told all the mass they need [R]."""
     size = values.shape[1]
     highest = values[:, :1]
     floor = (highest + rows.min_p[:, None].log()).clamp_min(LOWEST)  # a logit of -inf is never kept
