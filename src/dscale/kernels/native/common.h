@@ -1,0 +1,195 @@
+// Shared by all CPU kernels: vectors of floats, bfloat16 conversion, exp, and a parallel loop on torch's OpenMP threads.
+//
+// Vectors are the compiler's own (GCC and Clang), so the same code runs on AVX512, AVX2, SSE and NEON. Every reduction
+// has an order that depends on the reduced length only: a row's result never depends on the rows beside it.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define DSCALE_LANES 16
+#elif defined(__AVX__)
+#define DSCALE_LANES 8
+#else
+#define DSCALE_LANES 4
+#endif
+
+#define DSCALE_INLINE inline __attribute__((always_inline))
+
+namespace dscale {
+
+constexpr int lanes = DSCALE_LANES;
+constexpr int panel_columns = 2 * lanes;  // columns of a packed panel: two vectors
+
+typedef float Floats __attribute__((vector_size(4 * lanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * lanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * lanes)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+template <class V, class T>
+DSCALE_INLINE V read(const T* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+DSCALE_INLINE void write(T* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+DSCALE_INLINE Floats floats(Words w) { return (Floats)w; }
+DSCALE_INLINE Words words(Floats f) { return (Words)f; }
+DSCALE_INLINE Floats fill(float x) { return x - Floats{}; }
+
+DSCALE_INLINE Floats load(const float* p) { return read<Floats>(p); }
+DSCALE_INLINE Floats load(const bfloat16* p) {
+    return floats(__builtin_convertvector(read<Halves>(p), Words) << 16);
+}
+
+DSCALE_INLINE Halves rounded(Floats x) {  // to nearest, ties to even; NaN stays NaN
+    const Words w = words(x);
+    const Words up = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+    return __builtin_convertvector(x == x ? up : (Words{} + 0x7fc0u), Halves);
+}
+
+DSCALE_INLINE void store(float* p, Floats x) { write(p, x); }
+DSCALE_INLINE void store(bfloat16* p, Floats x) { write(p, rounded(x)); }
+
+DSCALE_INLINE float scalar(float x) { return x; }
+DSCALE_INLINE float scalar(bfloat16 x) {
+    const uint32_t w = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &w, 4);
+    return f;
+}
+
+template <class T>
+DSCALE_INLINE T cast(float x);
+template <>
+DSCALE_INLINE float cast<float>(float x) { return x; }
+template <>
+DSCALE_INLINE bfloat16 cast<bfloat16>(float x) {
+    uint32_t w;
+    std::memcpy(&w, &x, 4);
+    if (x != x) return {0x7fc0};
+    return {uint16_t((w + 0x7fffu + ((w >> 16) & 1u)) >> 16)};
+}
+
+// The first `count` elements, zeros behind them.
+template <class T>
+DSCALE_INLINE Floats load_part(const T* p, long count) {
+    T buffer[lanes] = {};
+    std::memcpy(buffer, p, count * sizeof(T));
+    return load(buffer);
+}
+
+template <class T>
+DSCALE_INLINE void store_part(T* p, Floats x, long count) {
+    T buffer[lanes];
+    store(buffer, x);
+    std::memcpy(p, buffer, count * sizeof(T));
+}
+
+template <class T>
+DSCALE_INLINE Floats load_upto(const T* p, long count) { return count >= lanes ? load(p) : load_part(p, count); }
+
+template <class T>
+DSCALE_INLINE void store_upto(T* p, Floats x, long count) {
+    if (count >= lanes) store(p, x);
+    else store_part(p, x, count);
+}
+
+// x rounded to T and widened again.
+template <class T>
+DSCALE_INLINE Floats through(Floats x) {
+    T buffer[lanes];
+    store(buffer, x);
+    return load(buffer);
+}
+template <>
+DSCALE_INLINE Floats through<float>(Floats x) { return x; }
+
+DSCALE_INLINE float sum(Floats x) {
+    float v[lanes];
+    write(v, x);
+    for (int width = lanes / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) v[i] += v[i + width];
+    return v[0];
+}
+
+DSCALE_INLINE float largest(Floats x) {
+    float v[lanes];
+    write(v, x);
+    for (int width = lanes / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
+    return v[0];
+}
+
+DSCALE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+
+// e^x within two units in the last place; x is clamped to the range where the result is a normal float.
+DSCALE_INLINE Floats exponential(Floats x) {
+    x = x < fill(-87.3f) ? fill(-87.3f) : x;
+    x = x > fill(88.3f) ? fill(88.3f) : x;
+    const Floats magic = fill(12582912.0f);  // 1.5 · 2^23: the sum's low bits hold the rounded integer
+    const Floats shifted = x * 1.44269504088896341f + magic;
+    const Floats n = shifted - magic;
+    Floats r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    const Words power = (words(shifted) + 127u) << 23;
+    return p * floats(power);
+}
+
+// How a team of threads is started: GOMP_parallel of the OpenMP runtime that torch has loaded, or null for one thread.
+typedef void (*Launch)(void (*)(void*), void*, unsigned, unsigned);
+extern Launch launch;
+
+// body(0) … body(count - 1) on up to `threads` threads, handed out one at a time.
+template <class Body>
+inline void parallel_for(long count, long threads, const Body& body) {
+    threads = std::min(threads, count);
+    if (threads <= 1 || !launch) {
+        for (long i = 0; i < count; i++) body(i);
+        return;
+    }
+    struct Job {
+        std::atomic<long> next;
+        long count;
+        const Body* body;
+    } job{{0}, count, &body};
+    launch(
+        [](void* argument) {
+            Job& job = *static_cast<Job*>(argument);
+            for (long i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) (*job.body)(i);
+        },
+        &job, unsigned(threads), 0);
+}
+
+// body(first, last) over slices of 0 … count - 1 of about `grain` rows' work each; one slice when there is little work.
+template <class Body>
+inline void parallel_slices(long count, long grain, long threads, const Body& body) {
+    grain = std::max(grain, 1L);
+    const long slices = std::min((count + grain - 1) / grain, 4 * threads);
+    if (slices <= 1 || threads <= 1) return body(0L, count);
+    parallel_for(slices, threads, [&](long s) { body(count * s / slices, count * (s + 1) / slices); });
+}
+
+DSCALE_INLINE long divide_up(long a, long b) { return (a + b - 1) / b; }
+
+}  // namespace dscale

@@ -1,0 +1,124 @@
+// y = x · weightᵀ + bias on a packed weight.
+//
+// pack: weight [out, in] → panels [out / columns][in][columns], the last one padded with zeros (see tile.h).
+// Threads take runs of panels; a panel is read from memory once and stays in cache for all rows of the row tile.
+#include "tile.h"
+
+namespace dscale {
+namespace {
+
+constexpr long cached_bytes = 256 * 1024;  // of x, so that a row tile stays in the second-level cache
+
+template <class T>
+long panel_size(long depth);
+template <>
+long panel_size<float>(long depth) { return depth * panel_columns; }
+template <>
+long panel_size<bfloat16>(long depth) { return divide_up(depth, 2) * 2 * panel_columns; }
+
+void pack_panel(const float* weight, float* panel, long columns, long depth) {
+    for (long k = 0; k < depth; k++)
+        for (long c = 0; c < panel_columns; c++) panel[k * panel_columns + c] = c < columns ? weight[c * depth + k] : 0.f;
+}
+
+void pack_panel(const bfloat16* weight, bfloat16* panel, long columns, long depth) {
+    for (long k = 0; k < depth; k++)
+        for (long c = 0; c < panel_columns; c++)
+            panel[((k / 2) * panel_columns + c) * 2 + k % 2] = c < columns ? weight[c * depth + k] : bfloat16{0};
+    if (depth % 2)
+        for (long c = 0; c < panel_columns; c++) panel[((depth / 2) * panel_columns + c) * 2 + 1] = bfloat16{0};
+}
+
+template <class T>
+struct Product {
+    const T* x;
+    const T* panel;
+    const T* bias;
+    T* y;
+    long x_stride, y_stride, depth, columns;
+    const char* next;
+
+    template <int R>
+    void run() const {
+        Accumulators<R> sums = {};
+        if (next) multiply<R>(sums, x, x_stride, panel, depth, next);
+        else multiply<R>(sums, x, x_stride, panel, depth, nullptr);
+        for (int half = 0; half < 2; half++) {
+            const long left = columns - half * lanes;
+            if (left <= 0) return;
+            const Floats offset = bias ? load_upto(bias + half * lanes, left) : Floats{};
+            for (int r = 0; r < R; r++)
+                store_upto(y + r * y_stride + half * lanes, bias ? sums[r][half] + offset : sums[r][half], left);
+        }
+    }
+};
+
+template <class T>
+void multiply_panel(Product<T> product, long rows, long panel_bytes, bool more) {
+    const T *x = product.x, *panel = product.panel;
+    T* y = product.y;
+    const long blocks = divide_up(rows, tile_rows);
+    for (long b = 0; b < blocks; b++) {
+        const long first = rows * b / blocks, last = rows * (b + 1) / blocks;
+        product.x = x + first * product.x_stride;
+        product.y = y + first * product.y_stride;
+        // The next panel is fetched while this one, already in cache, serves the later blocks of rows.
+        const bool fetch = more && blocks > 1 && b < 2;
+        product.next = fetch ? reinterpret_cast<const char*>(panel) + panel_bytes + b * (panel_bytes / 2) : nullptr;
+        with_rows(int(last - first), product);
+    }
+}
+
+template <class T>
+void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long outs, long depth, long threads) {
+    const long panels = divide_up(outs, panel_columns), size = panel_size<T>(depth);
+    const long run = std::max(1L, std::min(16L, panels / (threads * 4)));
+    const long tile = std::max<long>(tile_rows, cached_bytes / long(depth * sizeof(T)) / tile_rows * tile_rows);
+    parallel_for(divide_up(panels, run), threads, [&](long item) {
+        const long last = std::min(panels, (item + 1) * run);
+        for (long row = 0; row < rows; row += tile)
+            for (long p = item * run; p < last; p++) {
+                const long column = p * panel_columns;
+                Product<T> product{x + row * depth, packed + p * size, bias ? bias + column : nullptr,
+                                   y + row * outs + column, depth, outs, depth,
+                                   std::min<long>(panel_columns, outs - column), nullptr};
+                multiply_panel(product, std::min(tile, rows - row), size * long(sizeof(T)), p + 1 < panels);
+            }
+    });
+}
+
+template <class T>
+void pack(const T* weight, T* packed, long outs, long depth, long threads) {
+    const long size = panel_size<T>(depth);
+    parallel_for(divide_up(outs, panel_columns), threads, [&](long p) {
+        const long column = p * panel_columns;
+        pack_panel(weight + column * depth, packed + p * size, std::min<long>(panel_columns, outs - column), depth);
+    });
+}
+
+}  // namespace
+}  // namespace dscale
+
+using namespace dscale;
+
+extern "C" {
+
+// Elements of the packed copy of a weight [outs, depth].
+long dscale_packed_size(long outs, long depth, int bf16) {
+    const long panels = divide_up(outs, panel_columns);
+    return panels * (bf16 ? panel_size<bfloat16>(depth) : panel_size<float>(depth));
+}
+
+void dscale_pack(const void* weight, void* packed, long outs, long depth, int bf16, long threads) {
+    if (bf16) pack((const bfloat16*)weight, (bfloat16*)packed, outs, depth, threads);
+    else pack((const float*)weight, (float*)packed, outs, depth, threads);
+}
+
+void dscale_linear(const void* x, const void* packed, const void* bias, void* y, long rows, long outs, long depth,
+                   int bf16, long threads) {
+    if (bf16)
+        linear((const bfloat16*)x, (const bfloat16*)packed, (const bfloat16*)bias, (bfloat16*)y, rows, outs, depth,
+               threads);
+    else linear((const float*)x, (const float*)packed, (const float*)bias, (float*)y, rows, outs, depth, threads);
+}
+}
