@@ -79,7 +79,9 @@ class LLM:
     def _load_drafter(self, drafter: str | Drafter | None, device: str) -> Drafter | None:
         if self.speculation.policy == "off":
             return None
+        self._drafter_source: str | Drafter = ""
         if isinstance(drafter, Drafter):
+            self._drafter_source = drafter
             drafter.prepare()
             return drafter
         path = shipped_drafter(self.loaded.alias) if drafter == "auto" else None if drafter == "none" else drafter
@@ -87,6 +89,7 @@ class LLM:
             known = self.speculation.policy == "auto"
             require(known, f"policy {self.speculation.policy!r} needs a drafter; give one with --drafter, or use off")
             return None
+        self._drafter_source = str(path)
         return load_drafter(path, self.loaded.model, self.dtype, device, self.speculation.layout)
 
     def _find_predictor(self, predictor: str | Predictor | None) -> str | Predictor | None:
@@ -117,7 +120,8 @@ class LLM:
     def _policy(self, worker: Worker, width: int) -> Policy:
         scorer = None
         if self.drafter is not None:
-            scorer = scorer_for(self.speculation, self.predictor, drafter_hash(self.drafter), width, self.loaded.model)
+            bound = drafter_hash(self._drafter_source)
+            scorer = scorer_for(self.speculation, self.predictor, bound, width, self.loaded.model)
         policy = "off" if self.drafter is None else self.speculation.policy
         return build_policy(policy, width, self.speculation.slots, scorer, worker.costs)
 

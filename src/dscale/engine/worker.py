@@ -125,7 +125,7 @@ class Worker:
         shape = StepShape(width=1, head=0, rows=rows)
         work = self._scratch(rows)
         context = self.state.length[work.lanes]
-        packed = pack(torch.ones_like(work.lanes), rows, work.live)
+        packed = pack(torch.ones_like(work.lanes), rows)
         block = self.state.anchor[work.lanes][:, None]
 
         @torch.inference_mode()

@@ -159,7 +159,9 @@ class ConfidenceScorer(Scorer):
             return
         clean = torch.tensor(outcome.clean)
         slots, accepted = torch.tensor(outcome.slots), torch.tensor(outcome.accepted)
-        self.model.observe(outcome.draft.top.select(clean), accepted[clean], slots[clean])
+        top = outcome.draft.top
+        seen = TopLogits(top.values[clean], top.ids[clean], top.log_sum_exp[clean], top.entropy[clean])
+        self.model.observe(seen, accepted[clean], slots[clean])
 
 
 class SharedBudget(Policy):
