@@ -123,7 +123,7 @@ def _check_copies(source: _DrafterTensors, target: Target, where: str) -> None:
 
 def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().flatten()
-    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def target_hashes(target: LoadedTarget | Target) -> dict[str, str]:

@@ -91,8 +91,8 @@ def _same_for_all_layers(nested: Mapping[str, Any], where: str) -> Mapping[str, 
 
 def layer_windows(config: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
     """Sliding window of every layer in tokens; () where all layers attend fully."""
-    layers, window, types = need(config, "num_hidden_layers", where), config.get("sliding_window"), None
-    if config.get("use_sliding_window", True) is False:
+    layers, window = int(need(config, "num_hidden_layers", where)), config.get("sliding_window")
+    if config.get("use_sliding_window") is False:
         window = None
     types = config.get("layer_types")
     if types is None:

@@ -6,6 +6,7 @@ of q and k in interleaved order (neighbouring rows rotate together); they are pu
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,9 @@ def gguf_rope(checkpoint: GGUFCheckpoint, head_dim: int) -> RopeConfig:
             value = checkpoint.of_architecture(f"rope.scaling.{theirs}")
             if value is not None:
                 parameters[ours] = float(value)
+        extra = checkpoint.of_architecture("rope.scaling.yarn_attn_factor")
+        if extra is not None and float(extra) != 1.0:
+            parameters["attention_factor"] = float(extra) * (1.0 + 0.1 * math.log(float(factor)))
     return RopeConfig(theta, kind, parameters)
 
 
