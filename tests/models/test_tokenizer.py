@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def scalar_sentencepiece(text: str) -> list[str]:
     """Join, again and again, the neighbours whose joined piece scores highest (the leftmost of equals)."""
     parts = list("▁" + text.replace(" ", "▁"))
     while True:
-        pairs = [(PIECES[one + two], -at) for at, (one, two) in enumerate(zip(parts, parts[1:])) if one + two in PIECES]
+        pairs = [(PIECES[one + two], -at) for at, (one, two) in enumerate(pairwise(parts)) if one + two in PIECES]
         if not pairs:
             break
         at = -max(pairs)[1]
@@ -157,7 +158,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
         BYTES.chat([{"role": "user", "content": "hi"}])
     templated = byte_tokenizer()
     templated.backend.chat_template = "{{ raise_exception('system comes first') }}"
-    with pytest.raises(InputError, match="refuses them .*system comes first"):
+    with pytest.raises(InputError, match=r"refuses them .*system comes first"):
         templated.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(InputError, match="messages: empty"):
         templated.chat([])
