@@ -52,14 +52,15 @@ class PlainDrafter:
         for layer in range(decoder.num_layers):
             prefix = f"layers.{layer}."
             normed = self._norm(x, prefix + "input_layernorm.weight")
-            x = x + self._attention(prefix + "self_attn.", context, normed, decoder.window(layer))
+            causal = decoder.causal_layers[layer] if decoder.causal_layers else self.config.causal
+            x = x + self._attention(prefix + "self_attn.", context, normed, decoder.window(layer), causal)
             normed = self._norm(x, prefix + "post_attention_layernorm.weight")
             gate = normed @ self.tensors[prefix + "mlp.gate_proj.weight"].T
             up = normed @ self.tensors[prefix + "mlp.up_proj.weight"].T
             x = x + (gate * torch.sigmoid(gate) * up) @ self.tensors[prefix + "mlp.down_proj.weight"].T
         return self._norm(x, "norm.weight")
 
-    def _attention(self, prefix: str, context: Tensor, normed: Tensor, window: int | None) -> Tensor:
+    def _attention(self, prefix: str, context: Tensor, normed: Tensor, window: int | None, causal: bool) -> Tensor:
         decoder, length, rows = self.config.decoder, context.shape[0], normed.shape[0]
         position = torch.arange(length + rows)
         queries = self._heads(normed, prefix, "q", decoder.num_heads, position[length:])
@@ -67,7 +68,7 @@ class PlainDrafter:
         values = torch.cat([context, normed]) @ self.tensors[prefix + "v_proj.weight"].T
         values = values.view(length + rows, decoder.num_kv_heads, decoder.head_dim)
         seen = torch.ones(rows, length + rows, dtype=torch.bool)
-        if self.config.causal:
+        if causal:
             seen &= position[None, :] <= position[length:, None]
         if window is not None:
             seen &= position[None, :] > position[length:, None] - window

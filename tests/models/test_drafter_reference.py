@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain_dflash import PlainDrafter, decode, greedy
+from tests.models.plain_dflash import PlainDrafter, decode, greedy
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -39,6 +39,7 @@ VARIANTS = {
     "one kv head": replace(CONFIG, decoder=replace(DECODER, num_kv_heads=1)),
     "windows": replace(CONFIG, decoder=replace(DECODER, windows=(5, None, 11))),
     "causal": replace(CONFIG, causal=True),
+    "mixed": replace(CONFIG, decoder=replace(DECODER, windows=(9, None, 9), causal_layers=(True, False, True))),
     "causal windows": replace(CONFIG, causal=True, decoder=replace(DECODER, windows=(3, 20, None))),
 }
 
@@ -126,7 +127,7 @@ def test_block_hidden_states_match_the_plain_network(variant: str, width: int) -
         assert (got - expected).norm() / expected.norm() < 1e-4
 
 
-@pytest.mark.parametrize("changed", ["windows", "interleaved", "causal", "no head norms"])
+@pytest.mark.parametrize("changed", ["windows", "mixed", "interleaved", "causal", "no head norms"])
 def test_every_variant_changes_the_answer(changed: str) -> None:
     """Guards the test above: a flag that the plain network ignored would be compared with itself."""
     drafter = random_drafter(CONFIG)
