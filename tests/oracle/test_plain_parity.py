@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.models.plain_dflash import Choose, PlainDrafter, decode, greedy
 from tests.oracle.make_pair import save_tokenizer
 from torch import Tensor
@@ -85,5 +86,6 @@ def test_engine_takes_the_same_steps_as_the_plain_loop(
         records = output.metrics.records
         assert [record.drafted for record in records] == result.drafted
         assert [record.accepted for record in records[:-1]] == result.accepted[:-1]
+        assert records[-1].accepted == min(result.accepted[-1], records[-1].emitted)
         assert 1 + sum(record.emitted for record in records) == TOKENS
     assert sum(sum(result.accepted) for result in expected) > 10  # else the comparison says little
