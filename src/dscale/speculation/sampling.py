@@ -16,11 +16,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dscale.kernels.top_logits import argmax
+from dscale.kernels.top_logits import RANKS, argmax, top_logits
 from dscale.speculation.noise import gumbel_noise
 
 CANDIDATES = (320, 4096)  # sizes of the beginnings tried on a CPU before a whole row is sorted
-LOWEST = torch.finfo(torch.float32).min
+CHUNK = 4  # rows at once on a CPU, so that their temporaries stay in its cache
+TINY = 1e-38  # relative weight below which no noise can make a token win
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ def draw(logits: Tensor, rows: RowParams, all_greedy: bool) -> Tensor:
         warm = rows.temperature.where(rows.temperature > 0, 1.0)
         sampled, _ = draw_filtered(logits.float() / warm[:, None], rows, logits.shape[-1])
         return torch.where(rows.temperature > 0, sampled, greedy)
-    index = (rows.temperature > 0).nonzero().flatten()
-    if index.numel() > 0:
+    for index in (rows.temperature > 0).nonzero().flatten().split(CHUNK):
         chosen = rows.at(index)
         greedy[index] = draw_on_cpu(logits[index].float() / chosen.temperature[:, None], chosen)
     return greedy
@@ -112,13 +112,14 @@ def beginning(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def kept_tokens(scaled: Tensor, values: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
     """Which of the ordered values [R, S] the filters keep, and whether S values told all the mass they need [R]."""
     size = values.shape[1]
-    highest = values[:, :1]
-    floor = (highest + rows.min_p[:, None].log()).clamp_min(LOWEST)  # a logit of -inf is never kept
+    highest, floor = values[:, :1], rows.min_p[:, None].clamp_min(TINY)  # a logit of -inf is never kept
     limit = torch.where(rows.top_k > 0, rows.top_k, scaled.shape[1])[:, None]
-    alive = (values >= floor) & (torch.arange(size, device=values.device) < limit)
-    mass = (values - highest).exp().masked_fill(~alive, 0.0).double()
+    weight = (values - highest).exp()  # relative to the likeliest token
+    alive = (weight >= floor) & (torch.arange(size, device=values.device) < limit)
+    mass = (weight * alive).double()
     reached = mass.cumsum(-1)
-    whole = (scaled - highest).exp().masked_fill(scaled < floor, 0.0).sum(-1, dtype=torch.float64)
+    whole = (scaled - highest).exp_()
+    whole = whole.mul_(whole >= floor).sum(-1, dtype=torch.float64)
     total = torch.where(rows.top_k > 0, reached[:, -1], whole)
     open_end = rows.top_p >= 1
     kept = alive & ((reached - mass < (rows.top_p * total)[:, None]) | open_end[:, None])
@@ -137,8 +138,9 @@ class RowLogprobs:
 def logprobs(logits: Tensor, y: Tensor, count: int) -> RowLogprobs:
     """Log-probabilities under the target's raw logits [M, V], before temperature, penalties and filters (as vLLM's).
 
-    y [M] int64, the drawn tokens; count ≥ 0, how many alternatives.
+    y [M] int64, the drawn tokens; count ≥ 0, how many alternatives (at most V of them exist).
     """
-    table = logits.float().log_softmax(-1)
-    values, ids = table.topk(count, dim=-1)
-    return RowLogprobs(table.gather(1, y[:, None]).squeeze(1), values, ids)
+    top, count = top_logits(logits), min(count, logits.shape[1])
+    values, ids = (top.values[:, :count], top.ids[:, :count]) if count <= RANKS else logits.topk(count, dim=-1)
+    chosen = logits.gather(1, y[:, None]).squeeze(1).float() - top.log_sum_exp
+    return RowLogprobs(chosen, values.float() - top.log_sum_exp[:, None], ids)
