@@ -137,7 +137,7 @@ def choose(
 ) -> Tensor:
     """Draw y at every row, each as if the drafts before it had been emitted (§3)."""
     if work.edited:
-        logits = logits.float()
+        logits = logits.to(torch.float32, copy=True)  # log-probabilities are of the logits before the edits
         bounds = packed.starts.tolist()
         for lane in work.edited:
             first, end = bounds[lane], bounds[lane + 1]

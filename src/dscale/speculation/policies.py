@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dscale.kernels.top_logits import TopLogits, top_logits
+from dscale.kernels.top_logits import TopLogits, argmax, top_logits
 from dscale.models.decoder import Target
 from dscale.speculation.confidence import ConfidenceModel
 from dscale.speculation.features import FeatureProjections, draft_features
@@ -74,7 +74,7 @@ class Policy(ABC):
         live [N] bool: lanes in use; initial [N] bool: the request's first step after its prompt.
         """
         count, drafts, _ = hidden.shape
-        return Draft(target.logits(hidden.flatten(0, 1)).argmax(-1).view(count, drafts))
+        return Draft(argmax(target.logits(hidden.flatten(0, 1))).view(count, drafts))
 
     @abstractmethod
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
