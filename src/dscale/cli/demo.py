@@ -88,7 +88,7 @@ def build_arms(model: str, drafter: str, predictor: str, dtype: str, slots: floa
         loaded = load_target(model, default_dtype("cpu") if dtype == "auto" else resolve_dtype(dtype))
         shared: dict[str, Any] = {"max_requests": 1, "max_model_len": min(1024, loaded.config.decoder.max_position)}
         common = {"drafter": drafter, "predictor": predictor, "dtype": dtype, "slots": slots, "device": "cpu", **shared}
-        return {policy: LLM(loaded, policy=policy, **common) for policy in ARMS}  # type: ignore[arg-type]
+        return {policy: LLM(loaded, policy=policy, **common) for policy in ARMS}
 
 
 def run(llms: dict[str, LLM], params: SamplingParams) -> tuple[dict[str, Arm], dict[str, list[RequestOutput]]]:

@@ -167,7 +167,8 @@ class Engine:
 
     def _read_logprobs(self, request: Request, decoded: Decoded, lane: int, kept: int) -> None:
         scores, wanted = decoded.result.logprobs, request.params.logprobs
-        assert scores is not None and wanted is not None
+        assert scores is not None
+        assert wanted is not None
         start = int(decoded.result.starts[lane])
         for offset in range(kept):
             token = decoded.tokens[lane][offset]

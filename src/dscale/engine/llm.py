@@ -50,9 +50,10 @@ class LLM:
     """A target, optionally with a drafter and a predictor, ready to generate.
 
     model: folder, hub id, GGUF file or alias. drafter and predictor: "auto" takes the shipped one of a known alias,
-    None or "none" goes without, else a folder or a loaded object. policy: see dscale.config.POLICIES; without a drafter it is `off`.
-    width: block width W, anchor included (None: the drafter's own). slots: verified rows per request of `dvl`.
-    Other options are fields of EngineConfig. InputError in one line for anything that does not fit together.
+    None or "none" goes without, else a folder or a loaded object. policy: see dscale.config.POLICIES; `auto` without a
+    drafter is `off`. width: block width W, anchor included (None: the drafter's own). slots: verified rows per request
+    of `dvl` and `confidence`. Other options are fields of EngineConfig. InputError in one line for anything that does
+    not fit together.
     """
 
     def __init__(

@@ -5,6 +5,8 @@ Families differ by flags of DecoderConfig (qkv bias, per-head norms, windows, ro
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -68,14 +70,20 @@ class DecoderStack(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.norm_eps)
 
+    @property
+    def blocks(self) -> list[DecoderLayer]:
+        """The layers, typed."""
+        return cast(list[DecoderLayer], list(self.layers))
+
     def forward(self, x: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Rows x [R, H] → (hidden [R, H] after the final norm, taps [R, T·H] side by side or None)."""
         outputs: list[Tensor] = []
-        residual, normed = x, self.layers[0].input_norm(x)
-        for index, layer in enumerate(self.layers):
-            fed, residual = layer.attend_and_feed(index, normed, residual, attend)  # type: ignore[operator]
-            following = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.norm
-            normed, residual = following.add(fed, residual)  # type: ignore[union-attr,operator]
+        blocks = self.blocks
+        residual, normed = x, blocks[0].input_norm(x)
+        for index, layer in enumerate(blocks):
+            fed, residual = layer.attend_and_feed(index, normed, residual, attend)
+            following = blocks[index + 1].input_norm if index + 1 < len(blocks) else self.norm
+            normed, residual = following.add(fed, residual)
             if index in taps:
                 outputs.append(residual)
         return normed, torch.cat(outputs, dim=-1) if outputs else None

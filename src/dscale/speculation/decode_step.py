@@ -83,7 +83,8 @@ def draft_block(
     count, width = work.count, shape.width
     if width == 1 or models.drafter is None:
         return Draft.empty(count, anchor.device)
-    assert models.draft_cache is not None and models.draft_table is not None
+    assert models.draft_cache is not None
+    assert models.draft_table is not None
     config = models.drafter.config
     queries = config.queries(width)
     ids = torch.full((count, queries), config.mask_token_id, device=anchor.device)
@@ -159,7 +160,8 @@ def write_draft_context(models: Models, taps: Tensor | None, batch: RaggedBatch)
     """Projected draft keys and values for all rows the target has seen; committed length decides what is visible."""
     if models.drafter is None or taps is None:
         return
-    assert models.draft_cache is not None and models.draft_table is not None
+    assert models.draft_cache is not None
+    assert models.draft_table is not None
     models.drafter.write_context(taps, models.draft_cache, models.draft_table[batch.positions], batch.slots)
 
 

@@ -78,7 +78,7 @@ class Policy(ABC):
 
     @abstractmethod
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
-        """k int64 [N]: rows to verify per lane, anchor included; 0 on lanes that are not live. Sum at most shape.rows."""
+        """k int64 [N]: rows to verify per lane, anchor included, in all at most shape.rows; 0 on lanes not live."""
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a finished step."""

@@ -1,4 +1,4 @@
-"""What a decode step reads and writes: the models with their caches, and one row of device state per running request."""
+"""What a decode step reads and writes: models with their caches, and one row of device state per running request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
 
 @dataclass
 class Models:
-    """Target and drafter with rotary tables and paged caches [layers, 2, pages, kv, page, d]; one page table for both."""
+    """Target and drafter with rotary tables and paged caches [layers, 2, pages, kv, page, d] under one page table."""
 
     target: Target
     target_table: Tensor
@@ -58,8 +58,8 @@ class DeviceState:
     """Per-request device tensors; the last row is scratch, for inactive lanes.
 
     page_table int32 [rows, pages]; length int64 [rows], committed tokens; anchor int64 [rows], the token at position
-    `length`; remaining int64 [rows], output tokens left; initial bool [rows], no decode step was made yet; end_ids int64 [rows, MAX_END_TOKENS], unused ones -1; sampling
-    parameters [rows].
+    `length`; remaining int64 [rows], output tokens left; initial bool [rows], no decode step was made yet; end_ids
+    int64 [rows, MAX_END_TOKENS], unused ones -1; sampling parameters [rows].
     """
 
     def __init__(self, max_requests: int, max_pages: int, device: torch.device | str = "cpu") -> None:
