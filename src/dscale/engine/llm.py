@@ -266,6 +266,8 @@ def pack_weights(target: Target, drafter: Drafter | None) -> None:
         for module in model.modules() if model is not None else ():
             if isinstance(module, Linear) and module.packed is None:
                 module.pack()
+        if model is not None:
+            model.stack.pack()
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dscale.config import DecoderConfig, TargetConfig
+from dscale.kernels import native
 from dscale.kernels.activation import silu_mul
+from dscale.kernels.native.stack import NativeStack
 from dscale.kernels.norm import add_rms_norm, rms_norm
-from dscale.layers.attention import Attention, HeadNorms
+from dscale.layers.attention import Attention, HeadNorms, PagedAttention
 from dscale.layers.linear import Linear
 
 
@@ -54,6 +56,20 @@ class DecoderLayer(nn.Module):
             return HeadNorms()
         return HeadNorms(self.q_norm.weight, self.k_norm.weight)
 
+    def linears(self) -> dict[str, Linear]:
+        """The four projections by name."""
+        return {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down}
+
+    def native_weights(self) -> dict[str, Tensor | None]:
+        """Packed weights, biases and norms, as NativeStack names them."""
+        norms = self.head_norms()
+        weights: dict[str, Tensor | None] = {"input_norm": self.input_norm.weight, "post_norm": self.post_norm.weight}
+        weights |= {"q_norm": norms.q, "k_norm": norms.k}
+        for name, linear in self.linears().items():
+            assert linear.packed is not None
+            weights |= {name: linear.packed.data, f"{name}_bias": linear.bias}
+        return weights
+
     def attend_and_feed(self, index: int, normed: Tensor, residual: Tensor, attend: Attention) -> tuple[Tensor, Tensor]:
         """From normed rows [R, H] and the residual stream to (MLP output, residual before it is added)."""
         attended = self.output(attend(index, self.qkv(normed), self.head_norms()))
@@ -64,11 +80,33 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """The layers and the final norm; each layer's residual add is fused with the next layer's norm."""
 
+    native: NativeStack | None = None
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.norm_eps)
+
+    def pack(self) -> None:
+        """Hand all packed layers to the CPU kernel that runs them in one call. Call after their linears are packed."""
+        config, blocks = self.config, self.blocks
+        if not all(linear.packed is not None for block in blocks for linear in block.linears().values()):
+            return
+        causal = [int(one) for one in config.causal_layers] or [-1] * config.num_layers
+        sizes = {
+            "count": config.num_layers,
+            "hidden": config.hidden_size,
+            "inner": config.intermediate_size,
+            "heads": config.num_heads,
+            "kv": config.num_kv_heads,
+            "size": config.head_dim,
+            "interleaved": int(config.rope.style == "interleaved"),
+            "bf16": int(self.norm.weight.dtype is torch.bfloat16),
+        }
+        windows = [config.window(index) or 0 for index in range(config.num_layers)]
+        weights = [block.native_weights() for block in blocks]
+        self.native = NativeStack(weights, windows, causal, self.norm.weight, sizes, config.norm_eps)
 
     @property
     def blocks(self) -> list[DecoderLayer]:
@@ -78,6 +116,8 @@ class DecoderStack(nn.Module):
     def forward(self, x: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Rows x [R, H] → (hidden [R, H] after the final norm, taps [R, T·H] side by side or None)."""
         outputs: list[Tensor] = []
+        if self.native is not None and isinstance(attend, PagedAttention) and native.usable(x):
+            return self.native.run(x, attend.cache, attend.angles, attend.batch, taps)
         blocks = self.blocks
         residual, normed = x, blocks[0].input_norm(x)
         for index, layer in enumerate(blocks):

@@ -13,7 +13,7 @@ import warnings
 from ctypes import c_float, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, empty, empty_like, get_num_threads, is_grad_enabled
@@ -40,6 +40,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "attention": (_P, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _L, _I, _L, _F, _I, _L),
     "argmax": (_P, _P, _L, _L, _I, _L),
     "top_logits": (_P, _P, _P, _P, _P, _L, _L, _I, _L),
+    "fast_bfloat16": (),
+    "stack_scratch": (_P, _L),
+    "stack": (_P, _P),
 }
 
 
@@ -50,7 +53,7 @@ class _Functions:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"dscale_{name}")
             function.argtypes = arguments
-            function.restype = c_long if name == "packed_size" else None
+            function.restype = c_long if name in ("packed_size", "fast_bfloat16", "stack_scratch") else None
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:
@@ -80,12 +83,23 @@ def status() -> str:
     return _loaded()[1]
 
 
+def fast_bfloat16() -> bool:
+    """True when the kernels are loaded and this processor multiplies bfloat16 pairs itself (AVX512-BF16)."""
+    functions = _loaded()[0]
+    return functions is not None and functions.fast_bfloat16() != 0
+
+
 def usable(x: Tensor) -> bool:
     """True when the native kernels are loaded and take this tensor (CPU, no gradient, float32 or bfloat16)."""
     if is_grad_enabled() or not x.is_cpu:
         return False
     dtype = x.dtype
     return (dtype is torch.bfloat16 or dtype is torch.float32) and _loaded()[0] is not None
+
+
+def stack_functions() -> tuple[Any, Any]:
+    """The entry points of stack.py: the whole decoder, and the scratch elements it needs for a number of rows."""
+    return _native().stack, _native().stack_scratch
 
 
 @dataclass(frozen=True)
@@ -218,20 +232,11 @@ def argmax(logits: Tensor) -> Tensor:
     return ids
 
 
-class TopLogits(NamedTuple):
-    """Of each row: the sixteen largest logits in falling order, their ids, log Σ e^logit, and the entropy in nats.
+def top_logits(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row of logits [R, V], V at least 16: the 16 largest in falling order, their ids, log Σ e^logit, entropy.
 
-    values [R, 16] float32, ids [R, 16] int64, log_sum [R] and entropy [R] float32.
+    values [R, 16] float32, ids [R, 16] int64 (among equal logits the lower first), log_sum [R] and entropy [R] float32.
     """
-
-    values: Tensor
-    ids: Tensor
-    log_sum: Tensor
-    entropy: Tensor
-
-
-def top_logits(logits: Tensor) -> TopLogits:
-    """What the draft features need of logits [R, V], V at least 16; among equal logits the lower id comes first."""
     logits = logits.contiguous()
     rows, size = logits.shape
     require(size >= TOP, f"logits: {size} columns, must be at least {TOP}")
@@ -241,4 +246,4 @@ def top_logits(logits: Tensor) -> TopLogits:
         logits.data_ptr(), values.data_ptr(), ids.data_ptr(), log_sum.data_ptr(), entropy.data_ptr(), rows, size,
         logits.dtype is torch.bfloat16, get_num_threads(),
     )  # fmt: skip
-    return TopLogits(values, ids, log_sum, entropy)
+    return values, ids, log_sum, entropy

@@ -2,39 +2,22 @@
 //
 // One item of work = some rows of one request and all query heads of one key head ("queries"), so that a page is read
 // once for all of them. The context is cut at multiples of `chunk` tokens. A chunk's keys and values are widened to
-// float32 panels; every query gets scores, softmax numerator and weighted values of the chunk on its own; chunks are then
+// every query gets scores, softmax numerator and weighted values of the chunk on its own; chunks are then
 // joined in order. Long contexts with few items hand out single chunks and join them in a second pass, by the same
 // arithmetic: a row's result depends neither on the batch nor on the number of threads.
 #include <vector>
 
-#include "tile.h"
+#include "pages.h"
 
 namespace dscale {
 namespace {
 
-constexpr long chunk = 256;     // tokens; part of the order of summation
 constexpr long queries_max = 64;  // of an item, unless one row has more
-
-struct Problem {
-    long heads, kv, size;  // size: of one head
-    long page_size, page_stride, table_stride;
-    float scale;
-    bool causal;
-    long window;  // 0: none
-    const int32_t* table;
-    const int64_t *lanes, *starts, *contexts;
-
-    long group() const { return heads / kv; }
-    long padded() const { return divide_up(size, panel_columns) * panel_columns; }
-};
+constexpr long ahead = 64;        // tokens between the fetch of keys and their use: pages lie anywhere in memory
 
 struct Item {
     long lane, first, rows, kv_head;  // first: row within the lane
     long begin, end;                  // chunks
-};
-
-struct Span {
-    long begin, end;  // tokens
 };
 
 Span visible(const Problem& p, long lane, long row) {
@@ -87,112 +70,6 @@ struct State {
     }
 };
 
-#if defined(__AVX512F__)
-DSCALE_INLINE __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
-DSCALE_INLINE __m512 load16(const bfloat16* p) { return (__m512)load(p); }
-
-// 16 keys of 16 elements → 16 rows of a key panel.
-template <class T>
-DSCALE_INLINE void transpose16(const T* keys, long stride, float* out) {
-    __m512 a[16], b[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) a[i] = load16(keys + i * stride);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const __m512 *c = b + 4 * i;
-        a[4 * i] = _mm512_shuffle_ps(c[0], c[2], 0x44);
-        a[4 * i + 1] = _mm512_shuffle_ps(c[0], c[2], 0xee);
-        a[4 * i + 2] = _mm512_shuffle_ps(c[1], c[3], 0x44);
-        a[4 * i + 3] = _mm512_shuffle_ps(c[1], c[3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        b[i] = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88);
-        b[4 + i] = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd);
-        b[8 + i] = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
-        b[12 + i] = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm512_store_ps(out + i * panel_columns, _mm512_shuffle_f32x4(b[i], b[8 + i], 0x88));
-        _mm512_store_ps(out + (8 + i) * panel_columns, _mm512_shuffle_f32x4(b[i], b[8 + i], 0xdd));
-        _mm512_store_ps(out + (4 + i) * panel_columns, _mm512_shuffle_f32x4(b[4 + i], b[12 + i], 0x88));
-        _mm512_store_ps(out + (12 + i) * panel_columns, _mm512_shuffle_f32x4(b[4 + i], b[12 + i], 0xdd));
-    }
-}
-#endif
-
-// count keys [size] of one page → columns `column` … of key panels [token panels][size][columns]. A whole page of 16 is
-// read even where only some of its keys are wanted: what the others hold is masked later.
-template <class T>
-void widen_keys(const T* keys, long count, long column, long size, long page_size, float* panels) {
-    long done = 0;
-#if defined(__AVX512F__)
-    if (page_size == 16) {
-        keys -= column % 16 * size, count += column % 16, column -= column % 16;
-        float* out = panels + column / panel_columns * size * panel_columns + column % panel_columns;
-        for (; done + 16 <= size; done += 16) transpose16(keys + done, size, out + done * panel_columns);
-        if (done == size) return;
-    }
-#else
-    (void)page_size;
-#endif
-    for (long t = 0; t < count; t++) {
-        float* out = panels + (column + t) / panel_columns * size * panel_columns + (column + t) % panel_columns;
-        for (long i = done; i < size; i++) out[i * panel_columns] = scalar(keys[t * size + i]);
-    }
-}
-
-// count values [size] of one page → rows `row` … of value panels [padded / columns][chunk][columns].
-template <class T>
-void widen_values(const T* values, long count, long row, long size, float* panels) {
-    for (long t = 0; t < count; t++)
-        for (long i = 0; i < size; i += panel_columns) {
-            float* out = panels + (i * chunk) + (row + t) * panel_columns;
-            store(out, load_upto(values + t * size + i, size - i));
-            const long left = size - i - lanes;
-            store(out + lanes, left > 0 ? load_upto(values + t * size + i + lanes, left) : Floats{});
-        }
-}
-
-template <class T>
-void widen_chunk(const Problem& p, const T* keys, const T* values, const Item& item, Span tokens, float* key_panels,
-                 float* value_panels) {
-    const int32_t* pages = p.table + p.lanes[item.lane] * p.table_stride;
-    const long base = tokens.begin / chunk * chunk;
-    for (long token = tokens.begin; token < tokens.end;) {
-        const long offset = token % p.page_size;
-        const long count = std::min(p.page_size - offset, tokens.end - token);
-        const long at = pages[token / p.page_size] * p.page_stride + (item.kv_head * p.page_size + offset) * p.size;
-        widen_keys(keys + at, count, token - base, p.size, p.page_size, key_panels);
-        widen_values(values + at, count, token - base, p.size, value_panels);
-        token += count;
-    }
-}
-
-struct Panels {
-    const float *x, *panels;
-    float* out;
-    long x_stride, out_stride, depth, panel_stride, first, last;  // panels first … last - 1
-
-    template <int R>
-    void run() const {
-        for (long i = first; i < last; i++) {
-            Accumulators<R> sums = {};
-            multiply<R>(sums, x, x_stride, panels + i * panel_stride, depth, nullptr);
-            for (int r = 0; r < R; r++) {
-                store(out + r * out_stride + i * panel_columns, sums[r][0]);
-                store(out + r * out_stride + i * panel_columns + lanes, sums[r][1]);
-            }
-        }
-    }
-};
-
 // Scores [chunk] → numerators e^(scale · score - peak) within the span (relative to the chunk), zeros around it.
 void numerators(float* scores, Span span, Span computed, float scale, float* peak, float* total) {
     Floats highest = fill(-INFINITY);
@@ -217,18 +94,22 @@ void numerators(float* scores, Span span, Span computed, float scale, float* pea
     *total = sum(sums);
 }
 
+template <class T>
 struct Buffers {
-    float *queries, *keys, *values, *scores, *block;
+    T* queries;
+    uint32_t* keys;
+    float *scores, *block;
     State state;
 
     static size_t floats(long queries, long size, long padded) {
-        return queries * size + chunk * (size + padded) + tile_rows * (chunk + padded) + State::floats(queries, padded) + 256;
+        const size_t own = queries * (size + chunk) + size * panel_columns + tile_rows * padded;
+        return own + State::floats(queries, padded) + 5 * 16;
     }
-    Buffers(float* memory, long queries_count, long size, long padded)
-        : queries(aligned(memory, queries_count * size)), keys(aligned(memory, chunk * size)),
-          values(aligned(memory, chunk * padded)), scores(aligned(memory, tile_rows * chunk)),
-          block(aligned(memory, tile_rows * padded)),
-          state(aligned(memory, State::floats(queries_count, padded)), queries_count, padded) {}
+    Buffers(float* memory, long count, long size, long padded)
+        : queries(reinterpret_cast<T*>(aligned(memory, count * size))),
+          keys(reinterpret_cast<uint32_t*>(aligned(memory, size * panel_columns))),
+          scores(aligned(memory, count * chunk)), block(aligned(memory, tile_rows * padded)),
+          state(aligned(memory, State::floats(count, padded)), count, padded) {}
 
     static float* aligned(float*& memory, long floats) {
         float* mine = memory;
@@ -237,43 +118,68 @@ struct Buffers {
     }
 };
 
+// Consecutive queries of an item that are computed together, and the tokens that any of them sees.
+struct Block {
+    long first, count;
+    Span seen;
+};
+
+template <class T>
+void weigh_values(const Problem& p, const Pages<T>& values, const Item& item, const Block& block, Span tokens,
+                  Buffers<T>& buffers) {
+    const long base = tokens.begin / chunk * chunk, group = p.group();
+    float* scores = buffers.scores + block.first * chunk;
+    const Span computed{block.seen.begin - base, block.seen.end - base};
+    float peaks[tile_rows], totals[tile_rows];
+    for (long r = 0; r < block.count; r++) {
+        const Span own = visible(p, item.lane, item.first + (block.first + r) / group);
+        const long begin = std::max(own.begin - base, 0L), end = std::max(begin, std::min(own.end - base, chunk));
+        numerators(scores + r * chunk, {begin, end}, computed, p.scale, peaks + r, totals + r);
+    }
+    with_rows(int(block.count), Weighted<T>{scores, values, buffers.block, base, p.padded(), block.seen});
+    for (long r = 0; r < block.count; r++)
+        buffers.state.join(block.first + r, peaks[r], totals[r], buffers.block + r * p.padded());
+}
+
 // One chunk of tokens for all queries of an item, joined to buffers.state.
 template <class T>
-void attend_chunk(const Problem& p, const T* keys, const T* values, const Item& item, long index, Buffers& buffers) {
-    const long group = p.group(), queries = item.rows * group, padded = p.padded(), base = index * chunk;
-    const Span first = visible(p, item.lane, item.first), last = visible(p, item.lane, item.first + item.rows - 1);
-    const Span tokens{std::max(first.begin, base), std::min(last.end, base + chunk)};
-    if (tokens.begin >= tokens.end) return;
-    widen_chunk(p, keys, values, item, tokens, buffers.keys, buffers.values);
+void attend_chunk(const Problem& p, const Pages<T>& keys, const Pages<T>& values, const Item& item, long index,
+                  Buffers<T>& buffers) {
+    const long group = p.group(), queries = item.rows * group, base = index * chunk;
+    const long end = visible(p, item.lane, item.first + item.rows - 1).end;
+    const Span tokens{std::max(visible(p, item.lane, item.first).begin, base), std::min(end, base + chunk)};
     const long blocks = divide_up(queries, tile_rows);
-    for (long b = 0; b < blocks; b++) {
-        const long q = queries * b / blocks, count = queries * (b + 1) / blocks - q;
-        const Span low = visible(p, item.lane, item.first + q / group);
-        const Span high = visible(p, item.lane, item.first + (q + count - 1) / group);
-        const Span seen{std::max(low.begin - base, 0L), std::min(high.end - base, chunk)};
-        if (seen.begin >= seen.end) continue;
-        const long first_panel = seen.begin / panel_columns, last_panel = divide_up(seen.end, panel_columns);
-        with_rows(int(count), Panels{buffers.queries + q * p.size, buffers.keys, buffers.scores, p.size, chunk, p.size,
-                                     p.size * panel_columns, first_panel, last_panel});
-        float peaks[tile_rows], totals[tile_rows];
-        for (long r = 0; r < count; r++) {
-            const Span own = visible(p, item.lane, item.first + (q + r) / group);
-            const long begin = std::max(own.begin - base, 0L), end = std::max(begin, std::min(own.end - base, chunk));
-            numerators(buffers.scores + r * chunk, {begin, end}, seen, p.scale, peaks + r, totals + r);
+    const auto block = [&](long b) {
+        const long first = queries * b / blocks, last = queries * (b + 1) / blocks;
+        const Span low = visible(p, item.lane, item.first + first / group);
+        const Span high = visible(p, item.lane, item.first + (last - 1) / group);
+        return Block{first, last - first, {std::max(low.begin, base), std::min(high.end, base + chunk)}};
+    };
+    for (long at = tokens.begin / panel_columns * panel_columns; at < tokens.end; at += panel_columns) {
+        const Span now{std::max(at, tokens.begin), std::min(at + panel_columns, tokens.end)};
+        keys.fetch({now.begin + ahead, std::min(now.end + ahead, end)});
+        values.fetch(now);
+        gather_keys(keys, now, at, buffers.keys);
+        for (long b = 0; b < blocks; b++) {
+            const Block rows = block(b);
+            if (rows.seen.begin >= now.end || rows.seen.end <= now.begin) continue;
+            with_rows(int(rows.count),
+                      Scores<T>{buffers.queries + rows.first * p.size, reinterpret_cast<const T*>(buffers.keys),
+                                buffers.scores + rows.first * chunk + at - base, p.size});
         }
-        with_rows(int(count), Panels{buffers.scores + seen.begin, buffers.values + seen.begin * panel_columns,
-                                     buffers.block, chunk, padded, seen.end - seen.begin, chunk * panel_columns, 0,
-                                     padded / panel_columns});
-        for (long r = 0; r < count; r++) buffers.state.join(q + r, peaks[r], totals[r], buffers.block + r * padded);
+    }
+    for (long b = 0; b < blocks; b++) {
+        const Block rows = block(b);
+        if (rows.seen.begin < rows.seen.end) weigh_values(p, values, item, rows, tokens, buffers);
     }
 }
 
 template <class T>
-void load_queries(const Problem& p, const T* q, const Item& item, float* out) {
-    const long group = p.group(), width = group * p.size;
+void load_queries(const Problem& p, const T* q, const Item& item, T* out) {
+    const long width = p.group() * p.size;
     for (long r = 0; r < item.rows; r++) {
-        const T* row = q + ((p.starts[item.lane] + item.first + r) * p.heads + item.kv_head * group) * p.size;
-        for (long i = 0; i < width; i += lanes) store_upto(out + r * width + i, load_upto(row + i, width - i), width - i);
+        const long row = p.starts[item.lane] + item.first + r;
+        std::memcpy(out + r * width, q + row * p.heads * p.size + item.kv_head * width, width * sizeof(T));
     }
 }
 
@@ -302,17 +208,17 @@ std::vector<Item> whole_items(const Problem& p, long lane_count) {
                 items.push_back({lane, first, count, head, begin, end});
             }
     }
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Item& a, const Item& b) { return a.rows * (a.end - a.begin) > b.rows * (b.end - b.begin); });
+    const auto cost = [](const Item& item) { return item.rows * (item.end - item.begin); };
+    std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
     return items;
 }
 
 thread_local Scratch scratch;
 
 template <class T>
-Buffers prepare(const Problem& p, const T* q, const Item& item) {
+Buffers<T> prepare(const Problem& p, const T* q, const Item& item) {
     const long queries = item.rows * p.group(), padded = p.padded();
-    Buffers buffers(scratch.take(Buffers::floats(queries, p.size, padded)), queries, p.size, padded);
+    Buffers<T> buffers(scratch.take(Buffers<T>::floats(queries, p.size, padded)), queries, p.size, padded);
     load_queries(p, q, item, buffers.queries);
     buffers.state.clear(queries);
     return buffers;
@@ -322,9 +228,13 @@ template <class T>
 void attend_whole(const Problem& p, const T* q, const T* keys, const T* values, T* out, const std::vector<Item>& items,
                   long threads) {
     parallel_for(long(items.size()), threads, [&](long i) {
-        Buffers buffers = prepare(p, q, items[i]);
-        for (long c = items[i].begin; c < items[i].end; c++) attend_chunk(p, keys, values, items[i], c, buffers);
-        store_result(p, buffers.state, items[i], out);
+        const Item& item = items[i];
+        const Pages<T> k(p, keys, item.lane, item.kv_head), v(p, values, item.lane, item.kv_head);
+        Buffers<T> buffers = prepare(p, q, item);
+        const Span seen = visible(p, item.lane, item.first);
+        k.fetch({seen.begin, std::min(seen.end, seen.begin + ahead)});
+        for (long c = item.begin; c < item.end; c++) attend_chunk(p, k, v, item, c, buffers);
+        store_result(p, buffers.state, item, out);
     });
 }
 
@@ -348,10 +258,11 @@ void attend_split(const Problem& p, const T* q, const T* keys, const T* values, 
     std::vector<float> memory(floats);
     parallel_for(long(parts.size()), threads, [&](long i) {
         const Item& item = items[parts[i].item];
-        Buffers buffers = prepare(p, q, item);
+        const Pages<T> k(p, keys, item.lane, item.kv_head), v(p, values, item.lane, item.kv_head);
+        Buffers<T> buffers = prepare(p, q, item);
         buffers.state = State(memory.data() + parts[i].at, item.rows * p.group(), padded);
         buffers.state.clear(item.rows * p.group());
-        attend_chunk(p, keys, values, item, parts[i].chunk, buffers);
+        attend_chunk(p, k, v, item, parts[i].chunk, buffers);
     });
     parallel_for(long(items.size()), threads, [&](long i) {
         const long queries = items[i].rows * p.group();

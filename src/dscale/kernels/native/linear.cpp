@@ -8,6 +8,8 @@ namespace dscale {
 namespace {
 
 constexpr long cached_bytes = 256 * 1024;  // of x, so that a row tile stays in the second-level cache
+constexpr long share_bytes = 32 * 1024;    // of weight, the least worth a thread
+constexpr long ahead = 16 * 1024;          // bytes between a fetch and its use: the time of about 100 ns and more
 
 template <class T>
 long panel_size(long depth);
@@ -18,7 +20,8 @@ long panel_size<bfloat16>(long depth) { return divide_up(depth, 2) * 2 * panel_c
 
 void pack_panel(const float* weight, float* panel, long columns, long depth) {
     for (long k = 0; k < depth; k++)
-        for (long c = 0; c < panel_columns; c++) panel[k * panel_columns + c] = c < columns ? weight[c * depth + k] : 0.f;
+        for (long c = 0; c < panel_columns; c++)
+            panel[k * panel_columns + c] = c < columns ? weight[c * depth + k] : 0.0f;
 }
 
 void pack_panel(const bfloat16* weight, bfloat16* panel, long columns, long depth) {
@@ -36,13 +39,15 @@ struct Product {
     const T* bias;
     T* y;
     long x_stride, y_stride, depth, columns;
-    const char* next;
+    const char* next;  // what to fetch meanwhile
+    int lines;         // lines a step
 
     template <int R>
     void run() const {
         Accumulators<R> sums = {};
-        if (next) multiply<R>(sums, x, x_stride, panel, depth, next);
-        else multiply<R>(sums, x, x_stride, panel, depth, nullptr);
+        if (lines == 2) multiply<R, 2>(sums, x, x_stride, panel, depth, next);
+        else if (lines == 1) multiply<R, 1>(sums, x, x_stride, panel, depth, next);
+        else multiply<R>(sums, x, x_stride, panel, depth);
         for (int half = 0; half < 2; half++) {
             const long left = columns - half * lanes;
             if (left <= 0) return;
@@ -53,18 +58,20 @@ struct Product {
     }
 };
 
+// Meanwhile fetches what comes next: with one block of rows, `ahead` bytes before they are needed; with more, the next
+// panel in two halves while this one, already in cache, serves the first two blocks.
 template <class T>
 void multiply_panel(Product<T> product, long rows, long panel_bytes, bool more) {
-    const T *x = product.x, *panel = product.panel;
+    const T *x = product.x;
     T* y = product.y;
+    const char* panel = reinterpret_cast<const char*>(product.panel);
     const long blocks = divide_up(rows, tile_rows);
     for (long b = 0; b < blocks; b++) {
         const long first = rows * b / blocks, last = rows * (b + 1) / blocks;
         product.x = x + first * product.x_stride;
         product.y = y + first * product.y_stride;
-        // The next panel is fetched while this one, already in cache, serves the later blocks of rows.
-        const bool fetch = more && blocks > 1 && b < 2;
-        product.next = fetch ? reinterpret_cast<const char*>(panel) + panel_bytes + b * (panel_bytes / 2) : nullptr;
+        product.lines = !more || b >= 2 ? 0 : blocks == 1 ? 2 : 1;
+        product.next = panel + (blocks == 1 ? ahead : panel_bytes + b * (panel_bytes / 2));
         with_rows(int(last - first), product);
     }
 }
@@ -72,7 +79,8 @@ void multiply_panel(Product<T> product, long rows, long panel_bytes, bool more) 
 template <class T>
 void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long outs, long depth, long threads) {
     const long panels = divide_up(outs, panel_columns), size = panel_size<T>(depth);
-    const long run = std::max(1L, std::min(16L, panels / (threads * 4)));
+    threads = std::min(threads, panels * size * long(sizeof(T)) * divide_up(rows, tile_rows) / share_bytes);
+    const long run = threads <= 1 ? panels : std::max(1L, std::min(16L, panels / (threads * 4)));
     const long tile = std::max<long>(tile_rows, cached_bytes / long(depth * sizeof(T)) / tile_rows * tile_rows);
     parallel_for(divide_up(panels, run), threads, [&](long item) {
         const long last = std::min(panels, (item + 1) * run);
@@ -81,7 +89,7 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long ou
                 const long column = p * panel_columns;
                 Product<T> product{x + row * depth, packed + p * size, bias ? bias + column : nullptr,
                                    y + row * outs + column, depth, outs, depth,
-                                   std::min<long>(panel_columns, outs - column), nullptr};
+                                   std::min<long>(panel_columns, outs - column), nullptr, 0};
                 multiply_panel(product, std::min(tile, rows - row), size * long(sizeof(T)), p + 1 < panels);
             }
     });
@@ -102,6 +110,14 @@ void pack(const T* weight, T* packed, long outs, long depth, long threads) {
 using namespace dscale;
 
 extern "C" {
+
+long dscale_fast_bfloat16() {
+#if defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 // Elements of the packed copy of a weight [outs, depth].
 long dscale_packed_size(long outs, long depth, int bf16) {

@@ -17,16 +17,22 @@ constexpr int tile_rows = 4;  // 8 accumulators of 16 registers
 template <int R>
 using Accumulators = Floats[R][2];
 
-constexpr int prefetch_line = 64;
+constexpr int line = 64;  // bytes of a cache line
 
-// next: what to bring into the second-level cache meanwhile, one line a step, or null.
-template <int R>
+// What to bring into cache meanwhile: `Lines` lines a step from `next` on.
+template <int Lines>
+DSCALE_INLINE void fetch(const char* next, long step) {
+    for (int i = 0; i < Lines; i++) __builtin_prefetch(next + (step * Lines + i) * line, 0, 2);
+}
+
+template <int R, int Lines = 0>
 DSCALE_INLINE void multiply(
-    Accumulators<R>& sums, const float* x, long stride, const float* panel, long depth, const char* next) {
+    Accumulators<R>& sums, const float* x, long stride, const float* panel, long depth,
+    const char* next = nullptr) {
     for (long k = 0; k < depth; k++) {
         const Floats a = load(panel), b = load(panel + lanes);
         panel += panel_columns;
-        if (next) __builtin_prefetch(next + k * prefetch_line, 0, 2);
+        fetch<Lines>(next, k);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const float value = x[r * stride + k];
@@ -46,14 +52,15 @@ DSCALE_INLINE Floats pair_product(Floats total, Words weights, uint32_t pair) {
 #endif
 }
 
-template <int R>
+template <int R, int Lines = 0>
 DSCALE_INLINE void multiply(
-    Accumulators<R>& sums, const bfloat16* x, long stride, const bfloat16* panel, long depth, const char* next) {
+    Accumulators<R>& sums, const bfloat16* x, long stride, const bfloat16* panel, long depth,
+    const char* next = nullptr) {
     const long pairs = depth / 2;
     for (long k = 0; k < pairs; k++) {
         const Words a = read<Words>(panel), b = read<Words>(panel + 2 * lanes);
         panel += 2 * panel_columns;
-        if (next) __builtin_prefetch(next + k * prefetch_line, 0, 2);
+        fetch<Lines>(next, k);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             uint32_t pair;

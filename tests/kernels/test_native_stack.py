@@ -1,0 +1,53 @@
+"""The whole decoder in one native call gives, bit for bit, what its layers give one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dscale.config import DecoderConfig
+from dscale.engine.llm import pack_weights
+from dscale.kernels import native
+from dscale.kernels.attention import RaggedBatch
+from dscale.layers.attention import PagedAttention
+from dscale.layers.rotary import rotary_table
+from dscale.models.decoder import Target
+from tests.conftest import tiny_config
+
+
+def ragged(counts: list[int], contexts: list[int], pages: int) -> RaggedBatch:
+    table = torch.randperm(pages - 1)[: 4 * len(counts)].view(len(counts), 4).int() + 1
+    positions = torch.cat([torch.arange(c, c + n) for n, c in zip(counts, contexts, strict=True)])
+    lanes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    slots = table[lanes, positions // 16].long() * 16 + positions % 16
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    return RaggedBatch(
+        positions, slots, table, torch.arange(len(counts)), starts, torch.tensor(contexts), max(counts), 64
+    )
+
+
+@pytest.mark.skipif(not native.status().startswith("loaded"), reason=f"native kernels: {native.status()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen2", {"output_bias": True}), ("qwen3", {"windows": (None, 8, None, 5, None)})],
+)
+def test_stack_equals_its_layers(family, changes, dtype, tiny_target):
+    torch.manual_seed(1)
+    target: Target = tiny_target(family, **changes).to(dtype)
+    config: DecoderConfig = tiny_config(family, **changes).decoder
+    pack_weights(target, None)
+    assert target.stack.native is not None
+    batch = ragged([3, 1, 7, 16], [20, 0, 33, 5], pages=40)
+    table = rotary_table(config.rope, config.head_dim, 64, torch.device("cpu"))
+    cache = torch.randn(config.num_layers, 2, 40, config.num_kv_heads, 16, config.head_dim).to(dtype)
+    ids = torch.randint(0, config.vocab_size, (27,))
+    with torch.inference_mode():
+        first, second = cache.clone(), cache.clone()
+        hidden, taps = target(ids, PagedAttention(config, first, table, batch), (0, 2, 3))
+        target.stack.native = None
+        plain_hidden, plain_taps = target(ids, PagedAttention(config, second, table, batch), (0, 2, 3))
+    assert torch.equal(hidden, plain_hidden)
+    assert torch.equal(taps, plain_taps)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, cache)
