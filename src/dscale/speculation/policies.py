@@ -143,25 +143,39 @@ class PredictorScorer(Scorer):
 
 
 class ConfidenceScorer(Scorer):
-    """The draft's own top-1 logit, calibrated online (§6)."""
+    """The draft's own top-1 logit, calibrated online (§6); refits once every few steps, from all of them."""
 
     name = "confidence"
+    REFIT_EVERY = 4  # steps
 
     def __init__(self, model: ConfidenceModel) -> None:
         self.model = model
+        self._pending: list[StepOutcome] = []
 
     def read(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
         return Draft(top.ids[..., 0], self.model.survival(top), top)
 
     def observe(self, outcome: StepOutcome) -> None:
-        if outcome.draft.top is None or not any(outcome.clean):
-            return
-        clean = torch.tensor(outcome.clean)
-        slots, accepted = torch.tensor(outcome.slots), torch.tensor(outcome.accepted)
-        top = outcome.draft.top
-        seen = TopLogits(top.values[clean], top.ids[clean], top.log_sum_exp[clean], top.entropy[clean])
-        self.model.observe(seen, accepted[clean], slots[clean])
+        if outcome.draft.top is not None and any(outcome.clean):
+            self._pending.append(outcome)
+        if len(self._pending) >= self.REFIT_EVERY:
+            self._refit()
+
+    def _refit(self) -> None:
+        rows = self._pending
+        self._pending = []
+        tops = [row.draft.top for row in rows if row.draft.top is not None]
+        device = tops[0].values.device
+        clean = torch.tensor([one for row in rows for one in row.clean], device=device)
+        slots = torch.tensor([one for row in rows for one in row.slots], device=device)[clean]
+        accepted = torch.tensor([one for row in rows for one in row.accepted], device=device)[clean]
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(top, name) for top in tops])[clean]
+
+        top = TopLogits(joined("values"), joined("ids"), joined("log_sum_exp"), joined("entropy"))
+        self.model.observe(top, accepted, slots)
 
 
 class SharedBudget(Policy):
