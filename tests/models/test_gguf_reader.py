@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from tests.models.gguf_files import add_byte_level_tokenizer, add_key, write_gguf
-from tests.models.test_families import dense_logits
 
 from dscale.config import InputError, RopeConfig
 from dscale.layers.rotary import inverse_frequencies
@@ -20,6 +18,8 @@ from dscale.models.families import target_pieces
 from dscale.models.gguf_reader import GGUFCheckpoint, gguf_config
 from dscale.models.gguf_tokenizer import gguf_tokenizer
 from dscale.models.loader import load_target
+from tests.models.gguf_files import add_byte_level_tokenizer, add_key, write_gguf
+from tests.models.test_families import dense_logits
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,9 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, without reading it."""
+
+    def stored_type(self, name: str) -> str:
+        """Name of the type a tensor is stored in, e.g. BF16 or Q4_1."""
 
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU in its stored dtype (float32 if it was quantised)."""
@@ -56,6 +59,9 @@ class SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
+
+    def stored_type(self, name: str) -> str:
+        return str(self._handle(self._files[name]).get_slice(name).get_dtype())
 
     def read(self, name: str) -> Tensor:
         return self._handle(self._files[name]).get_tensor(name)
@@ -123,17 +129,13 @@ def load_parameters(
 
     InputError for a missing tensor, a wrong shape, or a weight in the source that the model would leave out.
     """
-    wanted = {name for group in pieces.values() for name in group}
-    check_names(source, wanted)
+    problems = tensor_problems(model, pieces, source, config)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    require(not problems, f"{source.name}: {problems[0] if problems else ''}{more}")
     for parameter, names in pieces.items():
         module_path, _, attribute = parameter.rpartition(".")
-        module = model.get_submodule(module_path)
-        shape = getattr(module, attribute).shape
-        rows = piece_rows(parameter, names, shape[0], config)
-        for name, size in zip(names, rows, strict=True):
-            expected, found = [size, *shape[1:]], list(source.shape(name))
-            require(found == expected, f"{source.name}: tensor {name} has shape {found}, expected {expected}")
-        setattr(module, attribute, nn.Parameter(_stacked(source, names, dtype, device), requires_grad=False))
+        value = nn.Parameter(_stacked(source, names, dtype, device), requires_grad=False)
+        setattr(model.get_submodule(module_path), attribute, value)
 
 
 def _stacked(source: TensorSource, names: tuple[str, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -142,17 +144,20 @@ def _stacked(source: TensorSource, names: tuple[str, ...], dtype: torch.dtype, d
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def check_names(source: TensorSource, wanted: Iterable[str]) -> None:
-    """InputError naming the first missing tensor, or the first bias or norm that would be silently left out."""
-    names, needed = source.names(), set(wanted)
-    missing = sorted(needed - names)
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    require(not missing, f"{source.name}: tensor {missing[0] if missing else ''}{more} is missing")
-    surplus = sorted(name for name in names - needed if _changes_output(name))
-    require(
-        not surplus,
-        f"{source.name}: tensor {surplus[0] if surplus else ''} has no place in the model its config describes",
-    )
+def tensor_problems(model: nn.Module, pieces: Pieces, source: TensorSource, config: DecoderConfig) -> list[str]:
+    """Tensors that are missing, have the wrong shape, or would be left out; one line each, empty when all fit."""
+    names, wanted, problems = source.names(), set(), []
+    for parameter, parts in pieces.items():
+        shape = model.get_parameter(parameter).shape
+        for name, rows in zip(parts, piece_rows(parameter, parts, shape[0], config), strict=True):
+            wanted.add(name)
+            expected = [rows, *shape[1:]]
+            if name not in names:
+                problems.append(f"tensor {name} is missing")
+            elif list(source.shape(name)) != expected:
+                problems.append(f"tensor {name} has shape {list(source.shape(name))}, expected {expected}")
+    surplus = sorted(name for name in names - wanted if _changes_output(name))
+    return problems + [f"tensor {name} has no place in the model its config describes" for name in surplus]
 
 
 def _changes_output(name: str) -> bool:

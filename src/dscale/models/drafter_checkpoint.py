@@ -39,7 +39,7 @@ def drafter_pieces(config: DrafterConfig) -> Pieces:
     return own | decoder_pieces(config.decoder)
 
 
-class _DrafterTensors(SafetensorsCheckpoint):
+class DrafterTensors(SafetensorsCheckpoint):
     """A drafter's tensors without a `model.` prefix and without those that are the target's or unused."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,6 +56,9 @@ class _DrafterTensors(SafetensorsCheckpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return super().shape(self._stored[name])
+
+    def stored_type(self, name: str) -> str:
+        return super().stored_type(self._stored[name])
 
     def read(self, name: str) -> Tensor:
         return super().read(self._stored[name])
@@ -94,7 +97,7 @@ def load_drafter(
     check_fits(config, model.config, str(path))
     if config.target_layers is None:
         config = replace(config, target_layers=model.config.decoder.num_layers)
-    source = _DrafterTensors(folder)
+    source = DrafterTensors(folder)
     _check_copies(source, model, str(path))
     check_target_hashes(config, model, str(path))
     with torch.device("meta"):
@@ -106,7 +109,7 @@ def load_drafter(
     return drafter
 
 
-def _check_copies(source: _DrafterTensors, target: Target, where: str) -> None:
+def _check_copies(source: DrafterTensors, target: Target, where: str) -> None:
     """Embedding and head come from the target; a copy in the file must be that very tensor."""
     for names, own in ((EMBEDDING_COPIES, target.embedding), (HEAD_COPIES, target.head.weight)):
         name = source.copy_of(names)
@@ -117,17 +120,20 @@ def _check_copies(source: _DrafterTensors, target: Target, where: str) -> None:
             f"{where}: its copy {name} has shape {list(source.shape(name))}, the target's is {list(own.shape)}",
         )
         copy = source.read(name)
-        equal = _digest(copy.to(own.dtype)) == _digest(own) or _digest(copy) == _digest(own.to(copy.dtype))
+        equal = tensor_hash(copy.to(own.dtype)) == tensor_hash(own) or tensor_hash(copy) == tensor_hash(
+            own.to(copy.dtype)
+        )
         require(equal, f"{where}: its copy {name} differs from the target's; it was trained for another target")
 
 
-def _digest(tensor: Tensor) -> str:
+def tensor_hash(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, in its own dtype."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def target_hashes(target: LoadedTarget | Target) -> dict[str, str]:
-    """SHA-256 of a few target tensors, in bfloat16, by Hugging Face name: what a drafter was trained on.
+    """SHA-256 of a few target tensors, in bfloat16, by Hugging Face name: tells what a drafter was trained on.
 
     Enough to tell a target's weights from its fine-tuned or re-quantised relatives, and cheap enough for every load.
     """
@@ -138,7 +144,7 @@ def target_hashes(target: LoadedTarget | Target) -> dict[str, str]:
         "model.layers.0.self_attn.q_proj.weight": first[:queries],  # type: ignore[index]
         "model.norm.weight": model.stack.norm.weight,
     }
-    return {name: _digest(tensor.to(torch.bfloat16)) for name, tensor in chosen.items()}
+    return {name: tensor_hash(tensor.to(torch.bfloat16)) for name, tensor in chosen.items()}
 
 
 def check_target_hashes(config: DrafterConfig, target: Target, where: str) -> None:
@@ -183,11 +189,11 @@ def drafter_hash(drafter: str | Path | Drafter) -> str:
     if isinstance(drafter, Drafter):
         parts = dict(tensors_of(drafter, drafter_pieces(drafter.config), drafter.config.decoder))
     else:
-        source = _DrafterTensors(drafter_folder(drafter))
+        source = DrafterTensors(drafter_folder(drafter))
         parts = {name: source.read(name) for name in source.names()}
     digest = hashlib.sha256()
     for name in sorted(parts):
-        digest.update(f"{name} {list(parts[name].shape)} {_digest(parts[name].to(torch.bfloat16))}\n".encode())
+        digest.update(f"{name} {list(parts[name].shape)} {tensor_hash(parts[name].to(torch.bfloat16))}\n".encode())
     return digest.hexdigest()
 
 

@@ -81,6 +81,9 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
+    def stored_type(self, name: str) -> str:
+        return str(self._tensors[name].tensor_type.name)
+
     def read(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         try:

@@ -36,17 +36,35 @@ def load_target(source: str, dtype: torch.dtype, device: str = "cpu") -> LoadedT
     source: a Hugging Face folder, a .gguf file, an alias (see aliases.ALIASES) or a hub id `owner/name`.
     InputError in one line for anything missing, truncated or not supported.
     """
+    opened = open_target(source)
+    model = build_target(opened.config, opened.tensors, dtype, device)
+    return LoadedTarget(model, opened.config, opened.tokenizer(), source, opened.alias)
+
+
+@dataclass(frozen=True)
+class OpenedTarget:
+    """A target's config and its tensors, not yet read. path is a Hugging Face folder or a GGUF file."""
+
+    config: TargetConfig
+    tensors: SafetensorsCheckpoint | GGUFCheckpoint
+    path: Path
+    alias: str | None = None
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that goes with it."""
+        if isinstance(self.tensors, GGUFCheckpoint):
+            return gguf_tokenizer(self.tensors, self.config.eos_token_ids)
+        return Tokenizer.from_folder(self.path, self.config.eos_token_ids)
+
+
+def open_target(source: str) -> OpenedTarget:
+    """Find a target and read its config; sources as in load_target."""
     alias = source if source in ALIASES and not Path(source).exists() else None
     path = alias_folder(source) if alias else resolve_path(source)
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)
-        config = gguf_config(checkpoint)
-        tokenizer = gguf_tokenizer(checkpoint, config.eos_token_ids)
-        model = build_target(config, checkpoint, dtype, device)
-        return LoadedTarget(model, config, tokenizer, source)
-    config = folder_config(path)
-    model = build_target(config, SafetensorsCheckpoint(path), dtype, device)
-    return LoadedTarget(model, config, Tokenizer.from_folder(path, config.eos_token_ids), source, alias)
+        return OpenedTarget(gguf_config(checkpoint), checkpoint, path)
+    return OpenedTarget(folder_config(path), SafetensorsCheckpoint(path), path, alias)
 
 
 def resolve_path(source: str) -> Path:
