@@ -24,8 +24,8 @@ from dscale.kernels import native
 class RaggedBatch:
     """Which rows belong to which request, and where their keys lie. Integer tensors on the device of the cache.
 
-    positions [R] int64 and slots [R] int64 are per row; page_table [rows, pages] int32 holds a request's pages in order;
-    lanes [N] int64 maps a lane to its page-table row; starts [N+1] int64; contexts [N] int64, tokens before the lane's
+    positions [R] int64 and slots [R] int64 are per row; page_table [rows, pages] int32 holds a request's pages in
+    order; lanes [N] int64 maps a lane to its page-table row; starts [N+1] int64; contexts [N] int64, tokens before the lane's
     first row. max_rows and max_context bound, on the host, n_i and contexts[i] + n_i.
     """
 
@@ -44,7 +44,7 @@ def paged_attention_torch(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: RaggedBatch, scale: float, window: int | None = None
 ) -> Tensor:
     """The plain version: q [R, heads, d], caches [pages, kv, page, d] → [R, heads, d]."""
-    lanes, heads, kv = batch.lanes.shape[0], q.shape[1], key_cache.shape[1]
+    heads, kv = q.shape[1], key_cache.shape[1]
     page_size = key_cache.shape[2]
     pages = batch.page_table[batch.lanes, : -(-batch.max_context // page_size)].long()
     keys = key_cache[pages].transpose(1, 2).flatten(2, 3).to(q.dtype)  # [N, kv, S, d]
@@ -65,7 +65,7 @@ def paged_attention_torch(
 
 
 def _visible(batch: RaggedBatch, column: Tensor, counts: Tensor, keys: int, window: int | None) -> Tensor:
-    """Boolean [N, max_rows, keys]: which keys a row sees. Rows past a lane's count see key 0, so no softmax is empty."""
+    """Boolean [N, max_rows, keys]: which keys a row sees. Rows past a lane's count see key 0: no softmax is empty."""
     position = batch.contexts[:, None] + column[None, :]
     last = position if batch.causal else (batch.contexts + counts - 1)[:, None].expand_as(position)
     key = torch.arange(keys, device=column.device)

@@ -91,8 +91,8 @@ class NativeStack:
         work = RowPointers(
             x.data_ptr(), out.data_ptr(), None if tapped is None else tapped.data_ptr(), cache.data_ptr(),
             scratch.data_ptr(), addressof(tap_layers), angles.data_ptr(), batch.slots.data_ptr(),
-            batch.lanes.data_ptr(), batch.starts.data_ptr(), batch.contexts.data_ptr(), batch.page_table.data_ptr(), len(taps), rows,
-            batch.lanes.shape[0], cache.shape[4], cache.stride(2), cache.stride(0), cache.stride(1),
+            batch.lanes.data_ptr(), batch.starts.data_ptr(), batch.contexts.data_ptr(), batch.page_table.data_ptr(),
+            len(taps), rows, batch.lanes.shape[0], cache.shape[4], cache.stride(2), cache.stride(0), cache.stride(1),
             batch.page_table.stride(0), batch.causal, torch.get_num_threads(),
         )  # fmt: skip
         self._call(byref(self._stack), byref(work))
