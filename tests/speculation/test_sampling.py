@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from dscale.kernels import native
 from dscale.speculation import sampling
 from dscale.speculation.acceptance import accept, clip_at_end
 from dscale.speculation.noise import gumbel_noise
 from dscale.speculation.packing import pack
-from dscale.speculation.sampling import RowParams, draw, draw_filtered, logprobs
+from dscale.speculation.sampling import RowParams, draw, draw_filtered, draw_on_device, logprobs
 
 
 def rows(count: int, **fields: object) -> RowParams:
@@ -31,7 +32,8 @@ def kept_by_definition(logits: list[float], temperature: float, top_k: int, top_
     order = [v for v in order if weight[v] >= min_p]
     if top_k:
         order = order[:top_k]
-    total, mass, kept = sum(weight[v] for v in order), 0.0, []
+    total, mass = sum(weight[v] for v in order), 0.0
+    kept: list[int] = []
     for v in order:
         if kept and top_p < 1 and mass >= top_p * total:
             break
@@ -180,10 +182,24 @@ def test_other_devices_take_the_same_token(seed: int, vocab: int) -> None:
     """The way that reads nothing back, as on a GPU, gives what the CPU's way gives."""
     generator = torch.Generator().manual_seed(seed)
     logits, params = torch.randn(6, vocab, generator=generator), mixed_rows(6, generator)
-    warm = params.temperature.where(params.temperature > 0, 1.0)
-    whole, _ = draw_filtered(logits / warm[:, None], params, vocab)
-    expected = torch.where(params.temperature > 0, whole, logits.argmax(-1))
+    expected = draw_on_device(logits, params, logits.argmax(-1))
     assert torch.equal(draw(logits, params, all_greedy=False), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "scale"), [(11, 2.0), (700, 3.0), (6001, 0.3), (49152, 2.5)])
+def test_the_native_version_draws_the_same_tokens(vocab: int, scale: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    count = 200 if vocab < 1000 else 40
+    logits, params = (torch.randn(count, vocab, generator=generator) * scale).to(dtype), mixed_rows(count, generator)
+    logits[:, 3] = -torch.inf
+    plain = draw(logits, params, all_greedy=False)  # gradients are on, so this is torch
+    with torch.inference_mode():
+        if not native.usable(logits):
+            pytest.skip(f"native kernels: {native.status()}")
+        assert torch.equal(draw(logits, params, all_greedy=False), plain)
+        order = torch.randperm(count, generator=generator)
+        assert torch.equal(draw(logits[order], params.at(order), all_greedy=False), plain[order])
 
 
 def test_candidate_tiers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

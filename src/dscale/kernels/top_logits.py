@@ -17,7 +17,7 @@ from torch import Tensor
 from dscale.kernels import native
 
 RANKS = 16  # logits kept of each row
-CHUNK = 4  # rows at once on a CPU, so that their temporaries stay in its cache
+CHUNK = 200_000  # logits at once on a CPU, so that their temporaries stay in its cache
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ def top_logits(logits: Tensor) -> TopLogits:
 
 def top_logits_torch(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The plain version: logits [R, V] → values [R, 16], ids [R, 16], log_sum_exp [R], entropy [R]."""
-    if logits.device.type != "cpu" or logits.shape[0] <= CHUNK:
+    rows_at_once = max(CHUNK // logits.shape[1], 1)
+    if logits.device.type != "cpu" or logits.shape[0] <= rows_at_once:
         return _top_of_rows(logits)
-    parts = [_top_of_rows(rows) for rows in logits.split(CHUNK)]
+    parts = [_top_of_rows(rows) for rows in logits.split(rows_at_once)]
     values, ids, log_sum_exp, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return values, ids, log_sum_exp, entropy
 

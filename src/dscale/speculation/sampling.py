@@ -16,11 +16,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from dscale.kernels import native
+from dscale.kernels.native.sampling import draw_into
 from dscale.kernels.top_logits import RANKS, argmax, top_logits
 from dscale.speculation.noise import gumbel_noise
 
 CANDIDATES = (320, 4096)  # sizes of the beginnings tried on a CPU before a whole row is sorted
-CHUNK = 4  # rows at once on a CPU, so that their temporaries stay in its cache
+CHUNK = 200_000  # logits at once on a CPU, so that their temporaries stay in its cache
 TINY = 1e-38  # relative weight below which no noise can make a token win
 
 
@@ -47,24 +49,33 @@ class RowParams:
 def draw(logits: Tensor, rows: RowParams, all_greedy: bool) -> Tensor:
     """One token for every row: logits [M, V] of any float dtype → [M] int64.
 
-    A row's token depends on that row alone. all_greedy promises that every temperature is 0. On a CPU each row takes
-    the cheapest way to its token; elsewhere every row takes the whole one, which reads nothing back.
+    A row's token depends on that row alone. all_greedy promises that every temperature is 0.
     """
     greedy = argmax(logits)
     if all_greedy:
         return greedy
-    if logits.device.type != "cpu":
-        # Greedy rows are drawn too, at temperature 1, and thrown away.
-        warm = rows.temperature.where(rows.temperature > 0, 1.0)
-        sampled, _ = draw_filtered(logits.float() / warm[:, None], rows, logits.shape[-1])
-        return torch.where(rows.temperature > 0, sampled, greedy)
-    for index in (rows.temperature > 0).nonzero().flatten().split(CHUNK):
+    if native.usable(logits):
+        draw_into(greedy, logits, vars(rows))
+        return greedy
+    return draw_on_cpu(logits, rows, greedy) if logits.device.type == "cpu" else draw_on_device(logits, rows, greedy)
+
+
+def draw_on_device(logits: Tensor, rows: RowParams, greedy: Tensor) -> Tensor:
+    """`draw` without reading anything back: every row is sorted, greedy ones too, at temperature 1, and thrown away."""
+    warm = rows.temperature.where(rows.temperature > 0, 1.0)
+    sampled, _ = draw_filtered(logits.float() / warm[:, None], rows, logits.shape[-1])
+    return torch.where(rows.temperature > 0, sampled, greedy)
+
+
+def draw_on_cpu(logits: Tensor, rows: RowParams, greedy: Tensor) -> Tensor:
+    """`draw` by the cheapest way to each row's token; writes into greedy [M] and returns it."""
+    for index in (rows.temperature > 0).nonzero().flatten().split(max(CHUNK // logits.shape[1], 1)):
         chosen = rows.at(index)
-        greedy[index] = draw_on_cpu(logits[index].float() / chosen.temperature[:, None], chosen)
+        greedy[index] = draw_rows(logits[index].float() / chosen.temperature[:, None], chosen)
     return greedy
 
 
-def draw_on_cpu(scaled: Tensor, rows: RowParams) -> Tensor:
+def draw_rows(scaled: Tensor, rows: RowParams) -> Tensor:
     """Tokens [R] for rows of logits / temperature, scaled [R, V] float32; tries short beginnings first."""
     open_rows = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
     tokens = torch.empty(scaled.shape[0], dtype=torch.int64)
