@@ -25,8 +25,8 @@ class RaggedBatch:
     """Which rows belong to which request, and where their keys lie. Integer tensors on the device of the cache.
 
     positions [R] int64 and slots [R] int64 are per row; page_table [rows, pages] int32 holds a request's pages in
-    order; lanes [N] int64 maps a lane to its page-table row; starts [N+1] int64; contexts [N] int64, tokens before the lane's
-    first row. max_rows and max_context bound, on the host, n_i and contexts[i] + n_i.
+    order; lanes [N] int64 maps a lane to its page-table row; starts [N+1] int64; contexts [N] int64, tokens before
+    the lane's first row. max_rows and max_context bound, on the host, n_i and contexts[i] + n_i.
     """
 
     positions: Tensor
