@@ -1,10 +1,10 @@
 // Attention of ragged rows over a paged cache; semantics in kernels/attention.py.
 //
 // One item of work = some rows of one request and all query heads of one key head ("queries"), so that a page is read
-// once for all of them. The context is cut at multiples of `chunk` tokens. A chunk's keys and values are widened to
-// every query gets scores, softmax numerator and weighted values of the chunk on its own; chunks are then
-// joined in order. Long contexts with few items hand out single chunks and join them in a second pass, by the same
-// arithmetic: a row's result depends neither on the batch nor on the number of threads.
+// once for all of them. The context is cut at multiples of `chunk` tokens; every query gets the scores, softmax
+// numerators and weighted values of a chunk on its own, and chunks are then joined in order. Long contexts with few
+// items hand out single chunks and join them in a second pass, by the same arithmetic: a row's result depends neither on
+// the batch nor on the number of threads.
 #include <vector>
 
 #include "pages.h"
@@ -49,7 +49,6 @@ struct State {
     void clear(long queries) {
         std::fill(peaks, peaks + queries, -INFINITY);
         std::fill(totals, totals + queries, 0.0f);
-        std::fill(values, values + queries * padded, 0.0f);
     }
 
     // Add one query's later chunk.

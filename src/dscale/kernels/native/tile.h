@@ -1,6 +1,7 @@
 // The inner product that linear layers and attention share: R rows times one packed panel of 2 · lanes columns.
 //
-// A panel is [depth][columns]; in bfloat16 two consecutive depths lie side by side in one 32-bit word, [depth/2][columns].
+// A panel is [depth][columns]; in bfloat16 two consecutive depths lie side by side in one 32-bit word of
+// [depth/2][columns].
 // Each output is one chain of multiply-adds from depth 0 up, whatever R is.
 #pragma once
 
