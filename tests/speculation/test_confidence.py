@@ -103,6 +103,8 @@ def test_rows_that_were_not_reached_teach_nothing() -> None:
 def test_parameters_keep_their_address() -> None:
     model = ConfidenceModel.day_one(W)
     address = model.weight.data_ptr()
-    top = blocks(2, torch.Generator().manual_seed(5))
+    with torch.inference_mode():  # as a decode step runs
+        top = blocks(2, torch.Generator().manual_seed(5))
+        model.survival(top)
     model.observe(top, torch.tensor([2, 0]), torch.tensor([W, W]))
     assert model.weight.data_ptr() == address

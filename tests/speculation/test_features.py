@@ -3,6 +3,7 @@ import torch
 
 from dscale.config import InputError
 from dscale.kernels.top_logits import top_logits
+from dscale.speculation import features
 from dscale.speculation.features import (
     FeatureProjections,
     draft_features,
@@ -30,7 +31,11 @@ def test_sizes_are_those_of_the_paper() -> None:
     assert feature_size(8) == 114 * 7 + 25
 
 
-def test_folded_projection_equals_the_direct_one(block: tuple[torch.Tensor, ...]) -> None:
+@pytest.mark.parametrize("at_once", [16384, 64])
+def test_folded_projection_equals_the_direct_one(
+    block: tuple[torch.Tensor, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "FOLD_ROWS", at_once)
     head, hidden, logits = block
     projections = FeatureProjections.build(head, seed=5)
     of_hidden, of_logits = projections.project(hidden)

@@ -19,6 +19,7 @@ from dscale.kernels.top_logits import RANKS, TopLogits
 from dscale.speculation.noise import random_bits
 
 CONFIDENCE, HIDDEN, LOGITS, CONTEXT = RANKS + 2, 64, 32, 25  # features; the first three are per position
+FOLD_ROWS = 16384  # rows of the head widened to float32 at once
 GROUPS = ("confidence", "hidden", "logits", "context")
 
 
@@ -56,7 +57,9 @@ class FeatureProjections:
         device = head_weight.device
         hidden = sign_matrix(size, HIDDEN, seed, stream=0).to(device) / math.sqrt(size)
         p = logit_projection(vocab, seed).to(device)
-        folded = head_weight.detach().float().T @ (p - p.mean(0, keepdim=True))
+        centred = (p - p.mean(0, keepdim=True)).split(FOLD_ROWS)
+        heads = head_weight.detach().split(FOLD_ROWS)
+        folded = torch.stack([head.float().T @ part for head, part in zip(heads, centred, strict=True)]).sum(0)
         return cls(seed, torch.cat([hidden, folded], dim=1))
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
