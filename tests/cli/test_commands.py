@@ -238,3 +238,12 @@ def test_help_shows_an_example(dscale):
         code, out, _ = dscale(command, "--help")
         assert code == 0
         assert f"Example: dscale {command}" in out
+
+
+def test_chat_answers_line_by_line_and_starts_over(dscale, pair, monkeypatch):
+    lines = iter(["w1 w2", "/new", "w1 w2", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    code, out, _ = dscale("chat", *pair, "--max-tokens", 8)
+    first, second = out.splitlines()
+    assert code == 0
+    assert first == second != ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ from dscale.speculation.policies import StepOutcome
 from dscale.speculation.sampling import RowLogprobs, logprobs
 from dscale.speculation.state import MAX_END_TOKENS
 
+ALARM_STEPS = 200  # drafted request steps before acceptance is judged
+ALARM_PROGRESS = 1.1  # tokens a step that no drafter in order stays under
+
 
 @dataclass
 class EngineCounters:
@@ -32,6 +36,8 @@ class EngineCounters:
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     shapes: dict[str, int] = field(default_factory=dict)
+    drafted_steps: int = 0  # request steps in which something was drafted
+    drafted_emitted: int = 0  # tokens they emitted
 
 
 class Engine:
@@ -42,6 +48,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.counters = EngineCounters()
         self._live: dict[str, Request] = {}
+        self._alarmed = False
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         """Queue a prompt of token ids; InputError when it is empty, out of range or too long."""
@@ -175,6 +182,9 @@ class Engine:
             request.logprobs.append(token_logprob(scores, start + offset, token, wanted))
 
     def _count(self, record: StepRecord) -> None:
+        if record.slots > 1:
+            self.counters.drafted_steps += 1
+            self.counters.drafted_emitted += record.emitted
         self.counters.request_steps += 1
         self.counters.emitted += record.emitted
         self.counters.drafted += record.drafted
@@ -192,6 +202,24 @@ class Engine:
         draft = decoded.result.draft
         outcome = StepOutcome(shape, draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
         self.worker.policy.observe(outcome)
+        if not self._alarmed and counters.drafted_steps >= ALARM_STEPS:
+            self._check_acceptance()
+
+    def _check_acceptance(self) -> None:
+        """Warn once when hardly any draft is accepted: that is how a misread drafter shows (dflash.md)."""
+        progress = self.counters.drafted_emitted / self.counters.drafted_steps
+        drafter = self.worker.models.drafter
+        if progress >= ALARM_PROGRESS or drafter is None:
+            self._alarmed = progress >= 2 * ALARM_PROGRESS
+            return
+        self._alarmed = True
+        config = drafter.config
+        warnings.warn(
+            f"only {progress:.2f} tokens a step over {self.counters.drafted_steps} drafted steps; usual causes: anchor "
+            f"layout (in force: {config.layout}), taps ({list(config.taps)}), rotary style "
+            f"({config.decoder.rope.style}), or a drafter for another target or tokenizer",
+            stacklevel=2,
+        )
 
     def _finish(self, request: Request, reason: FinishReason, stop: int | str | None) -> None:
         if request.status is Status.FINISHED:
