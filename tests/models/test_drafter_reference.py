@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models.plain_dflash import PlainDrafter, decode, greedy
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -15,6 +14,7 @@ from dscale.kernels.attention import RaggedBatch
 from dscale.layers.attention import PagedAttention
 from dscale.layers.rotary import rotary_table
 from dscale.models.drafter import Drafter
+from tests.models.plain_dflash import PlainDrafter, decode, greedy
 
 HIDDEN, PAGES = 48, 24
 DECODER = DecoderConfig(

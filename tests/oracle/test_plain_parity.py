@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.plain_dflash import Choose, PlainDrafter, decode, greedy
-from tests.oracle.make_pair import save_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -17,6 +15,8 @@ from dscale import LLM, SamplingParams
 from dscale.config import AnchorLayout, DecoderConfig, DrafterConfig, RopeConfig
 from dscale.models.drafter_checkpoint import random_drafter, save_drafter
 from dscale.speculation.noise import gumbel_noise
+from tests.models.plain_dflash import Choose, PlainDrafter, decode, greedy
+from tests.oracle.make_pair import save_tokenizer
 
 VOCABULARY, TOKENS = 6, 40  # few tokens, so that random drafts are accepted now and then
 SIZES = {

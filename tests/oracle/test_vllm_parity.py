@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.oracle.make_pair import WIDTH, make_pair, prompts
 
 from dscale import LLM, SamplingParams
+from tests.oracle.make_pair import WIDTH, make_pair, prompts
 
 INTERPRETER = os.environ.get("DSCALE_VLLM_PYTHON")
 TOKENS, PROMPTS = 48, 16
