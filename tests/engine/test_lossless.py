@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from dscale.config import AnchorLayout, SamplingParams
 from dscale.engine.llm import LLM
 from dscale.engine.request import FinishReason, Status
+from dscale.kernels import native
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.speculation.predictor import Predictor, PredictorConfig
 from tests.engine.pairs import FAMILY_FLAGS, make_llm, tiny_drafter, tiny_target
@@ -153,3 +156,20 @@ def test_edits_of_logits_are_exact_under_speculation(policy: str):
         assert [list(p.top) for p in have.logprobs] == [list(p.top) for p in want.logprobs]
     assert any(want.finish_reason == "stop" for want in expected)
     assert all(len(want.token_ids) >= 12 for want in expected)
+
+
+@pytest.mark.skipif(not native.status().startswith("loaded"), reason=f"native kernels: {native.status()}")
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("policy", ["full", "dvl", "confidence"])
+def test_bfloat16_is_exact_too_on_native_kernels(policy: str, sampled: bool):
+    """A row's bits do not depend on the rows beside it, so even rounding agrees."""
+    params = SEEDED if sampled else GREEDY
+    loaded = target("qwen3")
+    half = replace(loaded, model=copy.deepcopy(loaded.model).to(torch.bfloat16))
+    draft = copy.deepcopy(drafter("qwen3")).to(torch.bfloat16)
+    alone = LLM(half, policy="off", dtype="bfloat16", device="cpu", num_pages=64, max_requests=1)
+    llm = LLM(
+        half, drafter=draft, predictor=random_predictor(draft, 8), policy=policy, dtype="bfloat16", device="cpu",
+        num_pages=16, max_requests=4, slots=3.0, max_prefill_tokens=19,
+    )  # fmt: skip
+    assert tokens(llm, prompts(8), params) == [tokens(alone, [row], params)[0] for row in prompts(8)]
