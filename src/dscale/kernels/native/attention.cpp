@@ -124,8 +124,8 @@ struct Block {
 };
 
 template <class T>
-void weigh_values(const Problem& p, const Pages<T>& values, const Item& item, const Block& block, Span tokens,
-                  Buffers<T>& buffers) {
+void weigh_values(const Problem& p, const Pages<T>& keys, const Pages<T>& values, const Item& item, const Block& block,
+                  Span tokens, long fetch_end, Buffers<T>& buffers) {
     const long base = tokens.begin / chunk * chunk, group = p.group();
     float* scores = buffers.scores + block.first * chunk;
     const Span computed{block.seen.begin - base, block.seen.end - base};
@@ -135,7 +135,8 @@ void weigh_values(const Problem& p, const Pages<T>& values, const Item& item, co
         const long begin = std::max(own.begin - base, 0L), end = std::max(begin, std::min(own.end - base, chunk));
         numerators(scores + r * chunk, {begin, end}, computed, p.scale, peaks + r, totals + r);
     }
-    with_rows(int(block.count), Weighted<T>{scores, values, buffers.block, base, p.padded(), block.seen});
+    with_rows(int(block.count),
+              Weighted<T>{scores, values, keys, buffers.block, base, p.padded(), block.seen, fetch_end});
     for (long r = 0; r < block.count; r++)
         buffers.state.join(block.first + r, peaks[r], totals[r], buffers.block + r * p.padded());
 }
@@ -145,7 +146,7 @@ template <class T>
 void attend_chunk(const Problem& p, const Pages<T>& keys, const Pages<T>& values, const Item& item, long index,
                   Buffers<T>& buffers) {
     const long group = p.group(), queries = item.rows * group, base = index * chunk;
-    const long end = visible(p, item.lane, item.first + item.rows - 1).end;
+    const long end = std::min(visible(p, item.lane, item.first + item.rows - 1).end, item.end * chunk);
     const Span tokens{std::max(visible(p, item.lane, item.first).begin, base), std::min(end, base + chunk)};
     const long blocks = divide_up(queries, tile_rows);
     const auto block = [&](long b) {
@@ -156,7 +157,7 @@ void attend_chunk(const Problem& p, const Pages<T>& keys, const Pages<T>& values
     };
     for (long at = tokens.begin / panel_columns * panel_columns; at < tokens.end; at += panel_columns) {
         const Span now{std::max(at, tokens.begin), std::min(at + panel_columns, tokens.end)};
-        keys.fetch({now.begin + ahead, std::min(now.end + ahead, end)});
+        if (index == item.begin) keys.fetch({now.begin + ahead, std::min(now.end + ahead, tokens.end)});
         values.fetch(now);
         gather_keys(keys, now, at, buffers.keys);
         for (long b = 0; b < blocks; b++) {
@@ -169,7 +170,8 @@ void attend_chunk(const Problem& p, const Pages<T>& keys, const Pages<T>& values
     }
     for (long b = 0; b < blocks; b++) {
         const Block rows = block(b);
-        if (rows.seen.begin < rows.seen.end) weigh_values(p, values, item, rows, tokens, buffers);
+        if (rows.seen.begin >= rows.seen.end) continue;
+        weigh_values(p, keys, values, item, rows, tokens, b == 0 ? end : 0, buffers);
     }
 }
 
@@ -256,12 +258,13 @@ void attend_split(const Problem& p, const T* q, const T* keys, const T* values, 
     firsts.push_back(parts.size());
     std::vector<float> memory(floats);
     parallel_for(long(parts.size()), threads, [&](long i) {
-        const Item& item = items[parts[i].item];
+        Item item = items[parts[i].item];
+        item.begin = parts[i].chunk, item.end = item.begin + 1;
         const Pages<T> k(p, keys, item.lane, item.kv_head), v(p, values, item.lane, item.kv_head);
         Buffers<T> buffers = prepare(p, q, item);
         buffers.state = State(memory.data() + parts[i].at, item.rows * p.group(), padded);
         buffers.state.clear(item.rows * p.group());
-        attend_chunk(p, k, v, item, parts[i].chunk, buffers);
+        attend_chunk(p, k, v, item, item.begin, buffers);
     });
     parallel_for(long(items.size()), threads, [&](long i) {
         const long queries = items[i].rows * p.group();

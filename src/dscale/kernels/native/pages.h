@@ -136,9 +136,11 @@ template <class T>
 struct Weighted {
     const float* weights;  // of token `base`
     const Pages<T>& values;
+    const Pages<T>& keys;
     float* out;
     long base, padded;
     Span tokens;
+    long fetch_end;  // keys of the next chunk up to here are fetched meanwhile
 
     template <int R, bool whole>
     DSCALE_INLINE void columns(long column) const {
@@ -148,7 +150,9 @@ struct Weighted {
             const long count = values.run(token, tokens.end);
             const T* from = values.at(token) + column;
             const float* weight = weights + token - base;
-            for (long t = 0; t < count; t++, from += values.size) {
+            const T* next = token + chunk < fetch_end ? keys.at(token + chunk) + column : from;
+            for (long t = 0; t < count; t++, from += values.size, next += values.size) {
+                for (long i = 0; i < panel_columns; i += line / long(sizeof(T))) __builtin_prefetch(next + i, 0, 2);
                 const Floats a = whole ? load(from) : load_upto(from, left);
                 const Floats b = whole ? load(from + lanes) : load_upto(from + lanes, std::max(left - lanes, 0L));
 #pragma GCC unroll 12
