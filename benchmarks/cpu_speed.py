@@ -74,12 +74,14 @@ def run_dscale(llm: LLM, prompts: list[str], max_tokens: int) -> dict[str, Any]:
     }
 
 
-def run_vllm(args: argparse.Namespace, concurrency: int, count: int) -> dict[str, Any]:
-    """One fresh vLLM process through benchmarks/vllm_cpu.py."""
+def run_vllm(args: argparse.Namespace, drafts: int, concurrency: int, count: int) -> dict[str, Any]:
+    """One fresh vLLM process through benchmarks/vllm_cpu.py; drafts 0: without speculation."""
     command = [
         args.vllm_python, str(HERE / "vllm_cpu.py"), "--model", args.vllm_model, "--prompts", str(args.prompts),
         "--num-prompts", str(count), "--max-tokens", str(args.max_tokens), "--concurrency", str(concurrency), "--json",
     ]  # fmt: skip
+    if drafts:
+        command += ["--drafter", args.vllm_drafter, "--num-speculative-tokens", str(drafts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if done.returncode != 0:
         sys.exit(f"vLLM failed:\n{done.stderr[-2000:]}")
@@ -90,15 +92,16 @@ def measure(args: argparse.Namespace, concurrency: int) -> dict[str, Any]:
     """Every arm at one concurrency, in turns."""
     prompts = read_prompts(args.prompts, args.prompts_per_lane * concurrency)
     arms = dscale_arms(args, concurrency)
-    names = [*arms, *(["vllm"] if args.vllm_python else [])]
+    vllm = {f"vllm:{drafts}": int(drafts) for drafts in args.vllm_drafts.split(",")} if args.vllm_python else {}
+    names = [*arms, *vllm]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for llm in arms.values():
         run_dscale(llm, prompts[:concurrency], 24)
     for repeat in range(args.repeats):
         for name in names if repeat % 2 == 0 else names[::-1]:
             run = (
-                run_vllm(args, concurrency, len(prompts))
-                if name == "vllm"
+                run_vllm(args, vllm[name], concurrency, len(prompts))
+                if name in vllm
                 else run_dscale(arms[name], prompts, args.max_tokens)
             )
             runs[name].append(run)
@@ -112,7 +115,7 @@ def measure(args: argparse.Namespace, concurrency: int) -> dict[str, Any]:
             "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
-            "same_text": all(same) if name != "vllm" else None,
+            "same_text": all(same) if name not in vllm else None,
             "runs": rows,
         }
     return cell
@@ -151,6 +154,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vllm-python", default=None)
     parser.add_argument("--vllm-model", default=None)
+    parser.add_argument("--vllm-drafter", default=None)
+    parser.add_argument("--vllm-drafts", default="0", help="drafts a step of the vLLM arms; 0: no speculation")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     record = {
