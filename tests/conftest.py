@@ -130,7 +130,7 @@ def smollm2(smollm2_folder: Path) -> LoadedTarget:
 
 @dataclass(frozen=True)
 class GreedyReference:
-    """One prompt as chat token ids, and the tokens transformers answers greedily (end token included where it ends)."""
+    """One prompt as chat token ids, and 200 tokens of transformers' greedy answer, past end tokens."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -138,7 +138,7 @@ class GreedyReference:
 
 @pytest.fixture(scope="session")
 def smollm2_greedy() -> list[GreedyReference]:
-    """Five prompts answered by transformers over the alias's weights, float32, greedy, 200 tokens or to the end token.
+    """Five prompts answered by transformers over the alias's weights, float32, greedy, 200 tokens.
 
     Recorded by tests/models/make_smollm2_greedy.py: the oracle takes minutes for what the engine does in seconds.
     """
