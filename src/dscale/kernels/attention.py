@@ -80,6 +80,6 @@ def paged_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: RaggedBatch, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend rows q [R, heads, d] over the paged cache; see the module's text for what each row sees."""
-    if native.usable(q):
+    if native.usable(q) and key_cache.dtype is q.dtype:
         return native.paged_attention(q, key_cache, value_cache, batch, scale, window)
     return paged_attention_torch(q, key_cache, value_cache, batch, scale, window)

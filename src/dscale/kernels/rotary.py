@@ -1,8 +1,8 @@
 """Split a fused qkv row, norm q and k per head where the family does, rotate both, and write k and v to the cache.
 
-    q = rotate(norm(q), angle(position)),  k = rotate(norm(k), angle(position)),  v unchanged
-    neox:         (a, b) = halves of the head;      rotated = (a·cos - b·sin, b·cos + a·sin)
-    interleaved:  (a, b) = even and odd elements;   the same formula, put back in place
+q = rotate(norm(q), angle(position)),  k = rotate(norm(k), angle(position)),  v unchanged
+neox:         (a, b) = halves of the head;      rotated = (a·cos - b·sin, b·cos + a·sin)
+interleaved:  (a, b) = even and odd elements;   the same formula, put back in place
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def split_rotate_write(
     k_norm: Tensor | None = None,
 ) -> Tensor:
     """split_rotate, k and v written to the cache at slots [R]; returns q [R, heads, d]."""
-    if native.usable(qkv):
+    if native.usable(qkv) and key_cache.dtype is qkv.dtype:
         return native.split_rotate_write(qkv, angles, shape, key_cache, value_cache, slots, q_norm, k_norm)
     q, k, v = split_rotate(qkv, angles, shape, q_norm, k_norm)
     write_cache(k, v, key_cache, value_cache, slots)

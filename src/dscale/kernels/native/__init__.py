@@ -197,6 +197,11 @@ def split_rotate_write(
     qkv, dtype = qkv.contiguous(), qkv.dtype
     rows, heads, size = qkv.shape[0], shape.num_heads, shape.head_dim
     q = empty((rows, heads, size), dtype=dtype)
+    angles = angles.float().contiguous()
+    if q_norm is not None and q_norm.dtype is not dtype:
+        q_norm = q_norm.to(dtype)
+    if k_norm is not None and k_norm.dtype is not dtype:
+        k_norm = k_norm.to(dtype)
     _native().split_rotate_write(
         qkv.data_ptr(), angles.data_ptr(), None if q_norm is None else q_norm.data_ptr(),
         None if k_norm is None else k_norm.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
