@@ -298,6 +298,11 @@ def write_drafter_config(config: DrafterConfig, dialect: str) -> dict[str, Any]:
     """The config.json of a drafter in the z-lab or DeepSpec dialect. The layout is always written out."""
     require(dialect in ("z-lab", "deepspec"), f"dialect: {dialect!r} cannot be written; allowed are z-lab, deepspec")
     d = config.decoder
+    as_released = tuple(window is not None for window in d.windows)
+    require(
+        d.causal_layers in ((), as_released),
+        f"causal_layers: {d.causal_layers} cannot be written; allowed is causal exactly where layers slide",
+    )
     anchor_first = config.layout is AnchorLayout.ANCHOR_FIRST
     own: dict[str, Any] = {
         "mask_token_id": config.mask_token_id,
