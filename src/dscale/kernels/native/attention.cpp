@@ -69,25 +69,29 @@ struct State {
     }
 };
 
-// Scores [chunk] → numerators e^(scale · score - peak) within the span (relative to the chunk), zeros around it.
+// Which of the tokens from `token` on lie in the span.
+DSCALE_INLINE Words inside(long token, Span span) {
+    Words at;
+    for (int i = 0; i < lanes; i++) at[i] = uint32_t(i);
+    return (Words)(at + uint32_t(token - span.begin) < Words{} + uint32_t(span.end - span.begin));
+}
+
+// Scores [chunk] → numerators e^(scale · score - peak) within the span (relative to the chunk), zeros around it. They
+// are left as T from the same address on; the total is that of the numerators as rounded.
+template <class T>
 void numerators(float* scores, Span span, Span computed, float scale, float* peak, float* total) {
-    Floats highest = fill(-INFINITY);
+    Floats highest = fill(-INFINITY), sums = {};
     const long first = computed.begin / lanes * lanes;
-    Words column;
-    for (int i = 0; i < lanes; i++) column[i] = uint32_t(first + i);
-    const Words begin = Words{} + uint32_t(span.begin), width = Words{} + uint32_t(span.end - span.begin);
-    Words at = column;
-    for (long i = first; i < computed.end; i += lanes, at += uint32_t(lanes)) {
-        const Floats score = (at - begin) < width ? load(scores + i) * scale : fill(-INFINITY);
-        store(scores + i, score);
-        highest = maximum(highest, score);
+    const auto whole = [&](long i) { return i >= span.begin && i + lanes <= span.end; };
+    for (long i = first; i < computed.end; i += lanes) {
+        const Floats score = load(scores + i);
+        highest = maximum(highest, whole(i) ? score : inside(i, span) ? score : fill(-INFINITY));
     }
-    *peak = largest(highest);
-    Floats sums = {};
-    at = column;
-    for (long i = first; i < computed.end; i += lanes, at += uint32_t(lanes)) {
-        const Floats e = (at - begin) < width ? exponential(load(scores + i) - *peak) : Floats{};
-        store(scores + i, e);
+    const float top = *peak = largest(highest) * scale;
+    for (long i = first; i < computed.end; i += lanes) {
+        Floats e = nearest<T>(exponential_down(load(scores + i) * scale - top));
+        if (!whole(i)) e = inside(i, span) ? e : Floats{};
+        store_exact(reinterpret_cast<T*>(scores) + i, e);
         sums += e;
     }
     *total = sum(sums);
@@ -133,10 +137,11 @@ void weigh_values(const Problem& p, const Pages<T>& keys, const Pages<T>& values
     for (long r = 0; r < block.count; r++) {
         const Span own = visible(p, item.lane, item.first + (block.first + r) / group);
         const long begin = std::max(own.begin - base, 0L), end = std::max(begin, std::min(own.end - base, chunk));
-        numerators(scores + r * chunk, {begin, end}, computed, p.scale, peaks + r, totals + r);
+        numerators<T>(scores + r * chunk, {begin, end}, computed, p.scale, peaks + r, totals + r);
     }
-    with_rows(int(block.count),
-              Weighted<T>{scores, values, keys, buffers.block, base, p.padded(), block.seen, fetch_end});
+    const Span even{block.seen.begin / 2 * 2, block.seen.end};
+    with_rows(int(block.count), Weighted<T>{reinterpret_cast<const T*>(scores), values, keys, buffers.block, base,
+                                            p.padded(), even, fetch_end});
     for (long r = 0; r < block.count; r++)
         buffers.state.join(block.first + r, peaks[r], totals[r], buffers.block + r * p.padded());
 }

@@ -103,6 +103,15 @@ DSCALE_INLINE void store_part(T* p, Floats x, long count) {
 template <class T>
 DSCALE_INLINE Floats load_upto(const T* p, long count) { return count >= lanes ? load(p) : load_part(p, count); }
 
+// Bits of bfloat16, each in a word of its own.
+DSCALE_INLINE Words widened(const bfloat16* p) { return __builtin_convertvector(read<Halves>(p), Words); }
+DSCALE_INLINE Words widened_upto(const bfloat16* p, long count) {
+    if (count >= lanes) return widened(p);
+    bfloat16 buffer[lanes] = {};
+    if (count > 0) std::memcpy(buffer, p, count * sizeof(bfloat16));
+    return widened(buffer);
+}
+
 template <class T>
 DSCALE_INLINE void store_upto(T* p, Floats x, long count) {
     if (count >= lanes) store(p, x);
@@ -120,6 +129,9 @@ template <>
 DSCALE_INLINE Floats through<float>(Floats x) { return x; }
 
 DSCALE_INLINE float sum(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
     float v[lanes];
     write(v, x);
     for (int width = lanes / 2; width; width /= 2)
@@ -128,6 +140,9 @@ DSCALE_INLINE float sum(Floats x) {
 }
 
 DSCALE_INLINE float largest(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
     float v[lanes];
     write(v, x);
     for (int width = lanes / 2; width; width /= 2)
@@ -135,12 +150,31 @@ DSCALE_INLINE float largest(Floats x) {
     return v[0];
 }
 
-DSCALE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+DSCALE_INLINE Floats maximum(Floats a, Floats b) {  // b where either is NaN
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
-// e^x within two units in the last place; x is clamped to the range where the result is a normal float.
-DSCALE_INLINE Floats exponential(Floats x) {
-    x = x < fill(-87.3f) ? fill(-87.3f) : x;
-    x = x > fill(88.3f) ? fill(88.3f) : x;
+// A positive number rounded to T, and its storing once it is.
+template <class T>
+DSCALE_INLINE Floats nearest(Floats x);
+template <>
+DSCALE_INLINE Floats nearest<float>(Floats x) { return x; }
+template <>
+DSCALE_INLINE Floats nearest<bfloat16>(Floats x) {
+    const Words w = words(x);
+    return floats((w + 0x7fffu + ((w >> 16) & 1u)) & 0xffff0000u);
+}
+
+DSCALE_INLINE void store_exact(float* p, Floats x) { store(p, x); }
+DSCALE_INLINE void store_exact(bfloat16* p, Floats x) { write(p, __builtin_convertvector(words(x) >> 16, Halves)); }
+
+// e^x for x ≤ 88 within two units in the last place; below -87.3 the result is that of -87.3, the least normal float.
+DSCALE_INLINE Floats exponential_down(Floats x) {
+    x = maximum(fill(-87.3f), x);
     const Floats magic = fill(12582912.0f);  // 1.5 · 2^23: the sum's low bits hold the rounded integer
     const Floats shifted = x * 1.44269504088896341f + magic;
     const Floats n = shifted - magic;
@@ -155,6 +189,9 @@ DSCALE_INLINE Floats exponential(Floats x) {
     const Words power = (words(shifted) + 127u) << 23;
     return p * floats(power);
 }
+
+// The same for every x: clamped above too, where the result would overflow.
+DSCALE_INLINE Floats exponential(Floats x) { return exponential_down(x > fill(88.3f) ? fill(88.3f) : x); }
 
 // How a team of threads is started: GOMP_parallel of the OpenMP runtime that torch has loaded, or null for one thread.
 typedef void (*Launch)(void (*)(void*), void*, unsigned, unsigned);

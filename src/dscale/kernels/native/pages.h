@@ -131,38 +131,80 @@ struct Scores {
     }
 };
 
-// Weights [R][chunk] times the values of tokens → out [R][padded]: one chain of multiply-adds from the first token up.
+// The next values of a run of tokens and what follows them in memory while they are used.
+template <class T>
+struct Run {
+    const T* values;
+    const T* next;  // to fetch, a row a token
+    long stride, count;
+
+    DSCALE_INLINE void fetch(long token) const {
+        const T* from = next + token * stride;
+        for (long i = 0; i < panel_columns; i += line / long(sizeof(T))) __builtin_prefetch(from + i, 0, 2);
+    }
+};
+
+// Add weights [R][chunk] times the run's values to the sums; `left` columns are wanted, all of them where `whole`.
+template <int R, bool whole>
+DSCALE_INLINE void accumulate(Accumulators<R>& sums, const float* weights, const Run<float>& run, long left) {
+    for (long t = 0; t < run.count; t++) {
+        const float* from = run.values + t * run.stride;
+        run.fetch(t);
+        const Floats a = whole ? load(from) : load_upto(from, left);
+        const Floats b = whole ? load(from + lanes) : load_upto(from + lanes, std::max(left - lanes, 0L));
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const float factor = weights[r * chunk + t];
+            sums[r][0] += a * factor;
+            sums[r][1] += b * factor;
+        }
+    }
+}
+
+// In bfloat16 two tokens at a time, the first at an even place; rows of weights are as long in bytes as those of float.
+template <int R, bool whole>
+DSCALE_INLINE void accumulate(Accumulators<R>& sums, const bfloat16* weights, const Run<bfloat16>& run, long left) {
+    for (long t = 0; t < run.count; t += 2) {
+        const bfloat16 *from = run.values + t * run.stride, *other = from + run.stride;
+        run.fetch(t);
+        run.fetch(t + 1);
+        const long right = left - lanes;
+        Words a = whole ? widened(from) : widened_upto(from, left);
+        Words b = whole ? widened(from + lanes) : widened_upto(from + lanes, right);
+        if (t + 1 < run.count) {  // beyond the last token nothing may have been written
+            a |= (whole ? widened(other) : widened_upto(other, left)) << 16;
+            b |= (whole ? widened(other + lanes) : widened_upto(other + lanes, right)) << 16;
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            uint32_t pair;
+            std::memcpy(&pair, weights + r * 2 * chunk + t, 4);
+            sums[r][0] = pair_product(sums[r][0], a, pair);
+            sums[r][1] = pair_product(sums[r][1], b, pair);
+        }
+    }
+}
+
+// Weights of T [R][chunk floats' space] times the values of tokens → out [R][padded], in order of tokens.
 template <class T>
 struct Weighted {
-    const float* weights;  // of token `base`
+    const T* weights;  // of token `base`
     const Pages<T>& values;
     const Pages<T>& keys;
     float* out;
     long base, padded;
-    Span tokens;
+    Span tokens;     // begins at an even place
     long fetch_end;  // keys of the next chunk up to here are fetched meanwhile
 
     template <int R, bool whole>
     DSCALE_INLINE void columns(long column) const {
         Accumulators<R> sums = {};
-        const long left = values.size - column;
         for (long token = tokens.begin; token < tokens.end;) {
-            const long count = values.run(token, tokens.end);
             const T* from = values.at(token) + column;
-            const float* weight = weights + token - base;
             const T* next = token + chunk < fetch_end ? keys.at(token + chunk) + column : from;
-            for (long t = 0; t < count; t++, from += values.size, next += values.size) {
-                for (long i = 0; i < panel_columns; i += line / long(sizeof(T))) __builtin_prefetch(next + i, 0, 2);
-                const Floats a = whole ? load(from) : load_upto(from, left);
-                const Floats b = whole ? load(from + lanes) : load_upto(from + lanes, std::max(left - lanes, 0L));
-#pragma GCC unroll 12
-                for (int r = 0; r < R; r++) {
-                    const float factor = weight[r * chunk + t];
-                    sums[r][0] += a * factor;
-                    sums[r][1] += b * factor;
-                }
-            }
-            token += count;
+            const Run<T> run{from, next, values.size, values.run(token, tokens.end)};
+            accumulate<R, whole>(sums, weights + token - base, run, values.size - column);
+            token += run.count;
         }
         for (int r = 0; r < R; r++) {
             store(out + r * padded + column, sums[r][0]);
