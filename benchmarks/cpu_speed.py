@@ -44,7 +44,7 @@ def dscale_arms(args: argparse.Namespace, concurrency: int) -> dict[str, LLM]:
         policy, _, slots = spec.partition("@")
         arms[spec] = LLM(
             loaded, drafter=args.drafter, predictor=args.predictor, policy=policy, slots=float(slots or args.slots),
-            width=args.width, dtype=args.dtype, max_requests=concurrency, max_model_len=1024,
+            width=args.width, dtype=args.dtype, max_requests=concurrency, max_model_len=1024, prefix_caching=False,
         )  # fmt: skip
     return arms
 

@@ -83,7 +83,7 @@ def test_policy_changes_no_token(family: str, policy: str, sampled: bool):
 def test_anchor_first_layout_and_narrow_blocks_change_no_token(policy: str, sampled: bool):
     params = SEEDED if sampled else GREEDY
     wide = engine("qwen3", policy, AnchorLayout.ANCHOR_FIRST)
-    assert wide.engine.worker.policy_width == 9
+    assert wide.engine.worker.policy.width == 9
     assert tokens(wide, prompts(8), params) == reference("qwen3", sampled)
     narrow = engine("qwen3", "full", width=4)
     assert tokens(narrow, prompts(8), params) == reference("qwen3", sampled)

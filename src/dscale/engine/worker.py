@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,7 +137,7 @@ class Worker:
 
     def measure_draft(self, lanes: int) -> float:
         """Seconds of one draft pass for `lanes` requests, on scratch; the best of three."""
-        widest = self.policy_width
+        widest = self.policy.width
         shape = StepShape(width=widest, head=widest - 1, rows=lanes * widest)
         work = self._scratch(lanes)
         context, anchor = self.state.length[work.lanes], self.state.anchor[work.lanes]
@@ -148,22 +148,17 @@ class Worker:
 
         return _fastest(run)
 
-    @property
-    def policy_width(self) -> int:
-        """Block width the policy drafts."""
-        return int(getattr(self.policy, "width", 1))
-
     def _scratch(self, lanes: int) -> Workspace:
-        return Workspace.of([self.state.scratch_row] * lanes, self.policy_width + 1, self.device)
+        return Workspace.of([self.state.scratch_row] * lanes, self.policy.width + 1, self.device)
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
 
-def _fastest(run: object, repeats: int = 3) -> float:
+def _fastest(run: Callable[[], None], repeats: int = 3) -> float:
     best = float("inf")
     for _ in range(repeats):
         began = time.perf_counter()
-        run()  # type: ignore[operator]
+        run()
         best = min(best, time.perf_counter() - began)
     return best

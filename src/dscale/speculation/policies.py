@@ -63,6 +63,7 @@ class Policy(ABC):
     """Decides the size of a step before it starts and the length of each request's verification within it."""
 
     name: str
+    width: int = 1  # of the blocks it drafts; 1: it drafts nothing
 
     @abstractmethod
     def shape(self, live: int) -> StepShape:
