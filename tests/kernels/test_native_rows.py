@@ -65,6 +65,24 @@ def test_linear_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("threads", [2, 5])
+def test_many_short_loops_on_more_threads_than_cores(threads: int) -> None:
+    """Every panel is computed once, whichever thread takes it and however late it wakes."""
+    torch.manual_seed(1)
+    packed = native.pack(torch.randn(400, 256))
+    assert packed is not None
+    x = torch.randn(7, 256)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = native.linear(x, packed, None)
+        torch.set_num_threads(threads)
+        assert all(torch.equal(native.linear(x, packed, None), want) for _ in range(300))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
 def test_linear_refuses_another_width_or_dtype() -> None:
     packed = native.pack(torch.randn(8, 16))
     assert packed is not None

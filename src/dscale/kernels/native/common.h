@@ -1,15 +1,16 @@
-// Shared by all CPU kernels: vectors of floats, bfloat16 conversion, exp, and a parallel loop on torch's OpenMP threads.
+// Shared by all CPU kernels: vectors of floats, bfloat16 conversion, exp. Parallel loops are in threads.h.
 //
 // Vectors are the compiler's own (GCC and Clang), so the same code runs on AVX512, AVX2, SSE and NEON. Every reduction
 // has an order that depends on the reduced length only: a row's result never depends on the rows beside it.
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "threads.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -192,40 +193,6 @@ DSCALE_INLINE Floats exponential_down(Floats x) {
 
 // The same for every x: clamped above too, where the result would overflow.
 DSCALE_INLINE Floats exponential(Floats x) { return exponential_down(x > fill(88.3f) ? fill(88.3f) : x); }
-
-// How a team of threads is started: GOMP_parallel of the OpenMP runtime that torch has loaded, or null for one thread.
-typedef void (*Launch)(void (*)(void*), void*, unsigned, unsigned);
-extern Launch launch;
-
-// body(0) … body(count - 1) on up to `threads` threads, handed out one at a time.
-template <class Body>
-inline void parallel_for(long count, long threads, const Body& body) {
-    threads = std::min(threads, count);
-    if (threads <= 1 || !launch) {
-        for (long i = 0; i < count; i++) body(i);
-        return;
-    }
-    struct Job {
-        std::atomic<long> next;
-        long count;
-        const Body* body;
-    } job{{0}, count, &body};
-    launch(
-        [](void* argument) {
-            Job& job = *static_cast<Job*>(argument);
-            for (long i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) (*job.body)(i);
-        },
-        &job, unsigned(threads), 0);
-}
-
-// body(first, last) over slices of 0 … count - 1 of about `grain` rows' work each; one slice when there is little work.
-template <class Body>
-inline void parallel_slices(long count, long grain, long threads, const Body& body) {
-    grain = std::max(grain, 1L);
-    const long slices = std::min((count + grain - 1) / grain, 4 * threads);
-    if (slices <= 1 || threads <= 1) return body(0L, count);
-    parallel_for(slices, threads, [&](long s) { body(count * s / slices, count * (s + 1) / slices); });
-}
 
 DSCALE_INLINE long divide_up(long a, long b) { return (a + b - 1) / b; }
 

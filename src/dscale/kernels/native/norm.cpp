@@ -4,6 +4,7 @@
 namespace dscale {
 
 Launch launch = nullptr;
+thread_local Team* team = nullptr;
 
 namespace {
 

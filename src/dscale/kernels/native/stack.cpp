@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "threads.h"
+
 extern "C" {
 
 void dscale_linear(const void*, const void*, const void*, void*, long, long, long, int, long);
@@ -45,7 +47,7 @@ long dscale_stack_scratch(const DscaleStack* s, long rows) {
     return rows * (3 * s->hidden + fused + 2 * attended + 3 * s->inner);
 }
 
-void dscale_stack(const DscaleStack* s, const DscaleRows* b) {
+static void run_stack(const DscaleStack* s, const DscaleRows* b) {
     const long item = s->bf16 ? 2 : 4, rows = b->rows, hidden = s->hidden, inner = s->inner, threads = b->threads;
     const long attended = s->heads * s->size, fused = attended + 2 * s->kv * s->size;
     const int bf16 = int(s->bf16);
@@ -85,5 +87,9 @@ void dscale_stack(const DscaleStack* s, const DscaleRows* b) {
             tap++;
         }
     }
+}
+
+void dscale_stack(const DscaleStack* s, const DscaleRows* b) {
+    dscale::with_team(b->threads, [&] { run_stack(s, b); });
 }
 }
