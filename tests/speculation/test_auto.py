@@ -1,4 +1,4 @@
-"""`auto` on made-up machines: it verifies widely where rows are free, trims where they cost, stops where nothing pays."""
+"""`auto` on made-up machines: wide where rows are free, narrow where they cost, nothing where nothing pays."""
 
 from __future__ import annotations
 
