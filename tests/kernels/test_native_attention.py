@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dscale.kernels import native
 from dscale.kernels.attention import RaggedBatch, paged_attention_torch
-from dscale.kernels.rotary import HeadShape, split_rotate, split_rotate_write, write_cache
+from dscale.kernels.rotary import HeadShape, split_rotate, split_rotate_write, write_cache, write_context_torch
 
 PAGE = 16
 needs_native = pytest.mark.skipif(not native.status().startswith("loaded"), reason=native.status())
@@ -147,3 +147,23 @@ def test_split_rotate_write_matches_torch(dtype: torch.dtype, interleaved: bool,
     assert torch.equal(mine[1, 1], theirs[1, 1])
     dispatched = split_rotate_write(qkv, angles, shape, mine[1, 0], mine[1, 1], slots, *norms)
     assert torch.equal(dispatched, q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+def test_context_of_all_layers_matches_torch(dtype: torch.dtype, interleaved: bool, normed: bool) -> None:
+    torch.manual_seed(6)
+    rows, layers, kv, size, pages = 21, 3, 2, 24, 4
+    shape = HeadShape(6, kv, size, interleaved, 1e-5)
+    projected = torch.randn(rows, layers, 2, kv, size).to(dtype)
+    angle = torch.rand(rows, size // 2) * 6
+    angles = torch.cat([angle.cos(), angle.sin()], dim=-1)
+    norms = [torch.randn(size).to(dtype) for _ in range(layers)] if normed else None
+    slots = torch.randperm(pages * PAGE)[:rows]
+    mine = torch.zeros(layers, 2, pages, kv, PAGE, size, dtype=dtype)
+    theirs = torch.zeros_like(mine)
+    native.write_context(projected, angles, shape, mine, slots, norms)
+    write_context_torch(projected, angles, shape, theirs, slots, norms)
+    torch.testing.assert_close(mine, theirs, **tolerance(dtype))
+    assert torch.equal(mine[:, 1], theirs[:, 1])

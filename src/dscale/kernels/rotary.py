@@ -7,6 +7,7 @@ interleaved:  (a, b) = even and odd elements;   the same formula, put back in pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,3 +76,32 @@ def split_rotate_write(
     q, k, v = split_rotate(qkv, angles, shape, q_norm, k_norm)
     write_cache(k, v, key_cache, value_cache, slots)
     return q
+
+
+def write_context_torch(
+    kv: Tensor, angles: Tensor, shape: HeadShape, cache: Tensor, slots: Tensor, k_norms: Sequence[Tensor] | None
+) -> None:
+    """The plain version of write_context, a layer at a time."""
+    for layer in range(kv.shape[1]):
+        k, v = kv[:, layer].unbind(1)
+        if k_norms is not None:
+            k = rms_norm_torch(k, k_norms[layer], shape.norm_eps)
+        write_cache(rotate(k, angles, shape.interleaved), v, cache[layer, 0], cache[layer, 1], slots)
+
+
+def write_context(
+    kv: Tensor,
+    angles: Tensor,
+    shape: HeadShape,
+    cache: Tensor,
+    slots: Tensor,
+    k_norms: Sequence[Tensor] | None = None,
+) -> None:
+    """Norm and rotate the keys of all layers and write keys and values to their caches at slots [R].
+
+    kv [R, layers, 2, kv, d], keys at index 0; angles [R, d]; cache [layers, 2, pages, kv, page, d]; k_norms: [d] each.
+    """
+    if native.usable(kv) and cache.dtype is kv.dtype:
+        native.write_context(kv, angles, shape, cache, slots, k_norms)
+    else:
+        write_context_torch(kv, angles, shape, cache, slots, k_norms)

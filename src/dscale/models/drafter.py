@@ -1,9 +1,9 @@
 """The DFlash drafter (arXiv 2602.06036): a block of tokens in one pass, conditioned on hidden states of the target.
 
-    context row   c = hidden_norm(fc(taps))           one per committed token; its keys and values for every draft layer
-                  k = rotate(k_norm(Wk c)), v = Wv c  are projected at once, as soon as the target has seen the token
-    block rows    x = embed([anchor, mask, … mask])   attend over the context rows and, in both directions, each other
-    drafts        argmax of the target's LM head on the final norm of the block rows
+context row   c = hidden_norm(fc(taps))           one per committed token; its keys and values for every draft layer
+              k = rotate(k_norm(Wk c)), v = Wv c  are projected at once, as soon as the target has seen the token
+block rows    x = embed([anchor, mask, … mask])   attend over the context rows and, in both directions, each other
+drafts        argmax of the target's LM head on the final norm of the block rows
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dscale.config import DrafterConfig
 from dscale.kernels.norm import rms_norm_torch
-from dscale.kernels.rotary import rotate, write_cache
-from dscale.layers.attention import Attention
+from dscale.kernels.rotary import write_context
+from dscale.layers.attention import Attention, head_shape
 from dscale.layers.linear import Linear
 from dscale.models.decoder import DecoderLayer, DecoderStack, Norm
 
@@ -70,12 +70,8 @@ class Drafter(nn.Module):
         decoder = self.config.decoder
         kv = self.context_projection(self.context(taps))
         kv = kv.view(-1, decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
-        for index, layer in enumerate(self.stack.layers):
-            k, v = kv[:, index].unbind(1)
-            if layer.k_norm is not None:
-                k = rms_norm_torch(k, layer.k_norm.weight, layer.k_norm.eps)  # type: ignore[union-attr,arg-type]
-            rotated = rotate(k, angles, decoder.rope.style == "interleaved")
-            write_cache(rotated, v, cache[index, 0], cache[index, 1], slots)
+        norms = [layer.k_norm.weight for layer in self.stack.blocks if layer.k_norm is not None]
+        write_context(kv, angles, head_shape(decoder), cache, slots, norms or None)
 
     def forward(self, x: Tensor, attend: Attention) -> Tensor:
         """Embedded block rows [R, H] → hidden [R, H] after the final norm, ready for the target's LM head."""

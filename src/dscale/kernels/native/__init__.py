@@ -10,6 +10,7 @@ they are not; rows are the first dimension.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -209,6 +210,21 @@ def split_rotate_write(
         shape.interleaved, shape.norm_eps, dtype is torch.bfloat16, get_num_threads(),
     )  # fmt: skip
     return q
+
+
+def write_context(
+    kv: Tensor, angles: Tensor, shape: HeadShape, cache: Tensor, slots: Tensor, k_norms: Sequence[Tensor] | None = None
+) -> None:
+    """See kernels/rotary.py: keys and values kv [R, layers, 2, kv, d] go to cache [layers, 2, pages, kv, page, d]."""
+    kv, angles, dtype = kv.contiguous(), angles.float().contiguous(), kv.dtype
+    rows, layers, _, heads, size = kv.shape
+    norms = None if k_norms is None else [norm.to(dtype) for norm in k_norms]
+    pointers = None if norms is None else (c_void_p * layers)(*[norm.data_ptr() for norm in norms])
+    _native().write_context(
+        kv.data_ptr(), angles.data_ptr(), pointers, cache.data_ptr(), cache.stride(0), cache.stride(1),
+        cache.stride(2), cache.shape[4], slots.data_ptr(), rows, layers, heads, size, shape.interleaved, shape.norm_eps,
+        dtype is torch.bfloat16, get_num_threads(),
+    )  # fmt: skip
 
 
 def paged_attention(
