@@ -51,7 +51,7 @@ def test_greedy_text_equals_transformers(smollm2: LoadedTarget, smollm2_greedy):
     llm = engine(smollm2, "off", max_requests=5)
     outputs = llm.generate(
         prompt_token_ids=[one.prompt for one in smollm2_greedy],
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=200),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True),
     )
     for one, output in zip(smollm2_greedy, outputs, strict=True):
         assert output.outputs[0].token_ids == list(one.tokens)
