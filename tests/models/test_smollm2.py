@@ -1,4 +1,4 @@
-"""The real model: the alias is what it says. Its text is compared with transformers' in tests/engine/test_smollm2.py."""
+"""The real model: the alias is what it says. For its text see tests/engine/test_smollm2.py."""
 
 from __future__ import annotations
 
