@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from dscale.kernels import native
 from dscale.kernels.activation import silu_mul_torch
 from dscale.kernels.linear import linear_torch
 from dscale.kernels.norm import rms_norm_torch
+from dscale.layers.linear import Linear
 
 needs_native = pytest.mark.skipif(not native.status().startswith("loaded"), reason=native.status())
 DTYPES = [torch.float32, torch.bfloat16]
@@ -190,3 +192,15 @@ def test_one_thread_pool_for_torch_and_the_kernels() -> None:
     names = {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if "omp" in line and ".so" in line}
     runtimes = [name for name in names if name.startswith(("libgomp", "libomp", "libiomp"))]
     assert len(runtimes) <= 1
+
+
+@needs_native
+def test_a_copied_layer_is_not_packed() -> None:
+    """Its weight may be converted or trained; the packed copy of the original would then be stale."""
+    layer = Linear(6, 4)
+    layer.weight.normal_()
+    layer.pack()
+    assert layer.packed is not None
+    copied = copy.deepcopy(layer).to(torch.bfloat16)
+    assert copied.packed is None
+    assert copied(torch.ones(1, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16

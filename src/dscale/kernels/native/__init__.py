@@ -112,6 +112,10 @@ class PackedWeight:
     out_features: int
     in_features: int
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied layer is not packed: its weight may yet change."""
+        return None
+
 
 def pack(weight: Tensor) -> PackedWeight | None:
     """A copy of a linear weight [out, in] for the native kernel, or None where that kernel would not be used."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dscale.config import require
 from dscale.kernels import native
 
 if TYPE_CHECKING:
@@ -78,10 +79,16 @@ class NativeStack:
         self.dtype = norm.dtype
         self._call, self._scratch_size = native.stack_functions()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied decoder is not packed: its weights may yet change."""
+        return None
+
     def run(
         self, x: Tensor, cache: Tensor, angles: Tensor, batch: RaggedBatch, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Rows x [R, H] → (hidden [R, H], taps [R, T·H] or None); cache [layers, 2, pages, kv, page, d] is written."""
+        if x.dtype is not self.dtype or cache.dtype is not self.dtype:
+            require(False, f"native decoder: rows {x.dtype} and cache {cache.dtype}, packed for {self.dtype}")
         x = x.contiguous()
         rows, hidden = x.shape
         out = torch.empty_like(x)
