@@ -9,6 +9,7 @@ namespace {
 
 constexpr long cached_bytes = 256 * 1024;  // of x, so that a row tile stays in the second-level cache
 constexpr long share_bytes = 32 * 1024;    // of weight, the least worth a thread
+constexpr long run_panels = 16;             // most panels that one thread takes at a time
 constexpr long ahead = 16 * 1024;          // bytes between a fetch and its use: the time of about 100 ns and more
 
 template <class T>
@@ -80,12 +81,11 @@ template <class T>
 void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long outs, long depth, long threads) {
     const long panels = divide_up(outs, panel_columns), size = panel_size<T>(depth);
     threads = std::min(threads, panels * size * long(sizeof(T)) * divide_up(rows, tile_rows) / share_bytes);
-    const long run = threads <= 1 ? panels : std::max(1L, std::min(16L, panels / (threads * 4)));
     const long tile = std::max<long>(tile_rows, cached_bytes / long(depth * sizeof(T)) / tile_rows * tile_rows);
-    parallel_for(divide_up(panels, run), threads, [&](long item) {
-        const long last = std::min(panels, (item + 1) * run);
+    const long step = std::clamp(panels / (std::max(threads, 1L) * 8), 1L, run_panels);
+    parallel_ranges(panels, step, threads, [&](long first, long last) {
         for (long row = 0; row < rows; row += tile)
-            for (long p = item * run; p < last; p++) {
+            for (long p = first; p < last; p++) {
                 const long column = p * panel_columns;
                 Product<T> product{x + row * depth, packed + p * size, bias ? bias + column : nullptr,
                                    y + row * outs + column, depth, outs, depth,

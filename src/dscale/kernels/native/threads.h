@@ -105,6 +105,27 @@ inline void parallel_for(long count, long threads, const Body& body) {
     });
 }
 
+// body(first, last) over runs of at most `step` of 0 … count - 1. Each thread walks through a share of its own from front
+// to back, as caches like it, and then helps with what is left of the others'.
+template <class Body>
+inline void parallel_ranges(long count, long step, long threads, const Body& body) {
+    constexpr long most = 64;
+    threads = std::min({threads, count, most});
+    if (threads <= 1 || !launch) return body(0L, count);
+    struct alignas(64) Share {
+        std::atomic<long> next;
+        long end;
+    } shares[most];
+    for (long i = 0; i < threads; i++) shares[i].next = count * i / threads, shares[i].end = count * (i + 1) / threads;
+    parallel_for(threads, threads, [&](long own) {
+        for (long turn = 0; turn < threads; turn++) {
+            Share& share = shares[(own + turn) % threads];
+            for (long first; (first = share.next.fetch_add(step, std::memory_order_relaxed)) < share.end;)
+                body(first, std::min(first + step, share.end));
+        }
+    });
+}
+
 // body(first, last) over slices of 0 … count - 1 of about `grain` rows' work each; one slice when there is little work.
 template <class Body>
 inline void parallel_slices(long count, long grain, long threads, const Body& body) {
