@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -15,10 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
 ARCHITECTURES = ("x86_64", "amd64")
 TIMEOUT_SECONDS = 300
 
@@ -61,18 +65,37 @@ def _compiled(compiler: list[str]) -> Path:
     path = _cache_folder() / f"kernels-{_key(compiler)}.so"
     if path.exists():
         return path
+    logging.getLogger("dscale").info("compiling the CPU kernels, once")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        draft = Path(folder) / path.name
-        failure = ""
-        for tuning in (["-march=native"], ["-mcpu=native"], []):
-            command = [*compiler, *FLAGS, *tuning, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(draft)]
-            run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-            if run.returncode == 0:
-                os.replace(draft, path)  # whole or not at all, whichever process comes first
-                return path
-            failure = failure or _first_error(run.stderr)
-    raise NotBuilt(f"{' '.join(compiler)} failed: {failure}")
+        failures = [_compile(compiler, tuning, Path(folder), path) for tuning in TUNINGS if not path.exists()]
+    if path.exists():
+        return path
+    raise NotBuilt(f"{' '.join(compiler)} failed: {failures[0]}")
+
+
+def _compile(compiler: list[str], tuning: Sequence[str], folder: Path, path: Path) -> str:
+    """Compile all sources at once and link them to path; the first error, or nothing."""
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    commands = [
+        [*compiler, *FLAGS, *tuning, "-c", str(source), "-o", made]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    draft = folder / path.name
+    link = [*compiler, *FLAGS, *tuning, "-shared", *objects, "-o", str(draft)]
+    with ThreadPoolExecutor() as pool:
+        failures = [failure for failure in pool.map(_run, commands) if failure]
+    failure = failures[0] if failures else _run(link)
+    if not failure:
+        os.replace(draft, path)  # whole or not at all, whichever process comes first
+    return failure
+
+
+def _run(command: list[str]) -> str:
+    """The first error of a command, or nothing."""
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    return "" if run.returncode == 0 else _first_error(run.stderr)
 
 
 def _first_error(text: str) -> str:
