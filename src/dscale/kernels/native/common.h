@@ -48,19 +48,33 @@ DSCALE_INLINE void write(T* p, V v) {
     std::memcpy(p, &v, sizeof v);
 }
 
+// Bits of bfloat16, each to and from a word of its own.
+DSCALE_INLINE Words widened(const bfloat16* p) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+    return __builtin_convertvector(read<Halves>(p), Words);
+#endif
+}
+DSCALE_INLINE Halves narrowed(Words w) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtepi32_epi16((__m512i)w);
+#else
+    return __builtin_convertvector(w, Halves);
+#endif
+}
+
 DSCALE_INLINE Floats floats(Words w) { return (Floats)w; }
 DSCALE_INLINE Words words(Floats f) { return (Words)f; }
 DSCALE_INLINE Floats fill(float x) { return x - Floats{}; }
 
 DSCALE_INLINE Floats load(const float* p) { return read<Floats>(p); }
-DSCALE_INLINE Floats load(const bfloat16* p) {
-    return floats(__builtin_convertvector(read<Halves>(p), Words) << 16);
-}
+DSCALE_INLINE Floats load(const bfloat16* p) { return floats(widened(p) << 16); }
 
 DSCALE_INLINE Halves rounded(Floats x) {  // to nearest, ties to even; NaN stays NaN
     const Words w = words(x);
     const Words up = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
-    return __builtin_convertvector(x == x ? up : (Words{} + 0x7fc0u), Halves);
+    return narrowed(x == x ? up : (Words{} + 0x7fc0u));
 }
 
 DSCALE_INLINE void store(float* p, Floats x) { write(p, x); }
@@ -104,8 +118,6 @@ DSCALE_INLINE void store_part(T* p, Floats x, long count) {
 template <class T>
 DSCALE_INLINE Floats load_upto(const T* p, long count) { return count >= lanes ? load(p) : load_part(p, count); }
 
-// Bits of bfloat16, each in a word of its own.
-DSCALE_INLINE Words widened(const bfloat16* p) { return __builtin_convertvector(read<Halves>(p), Words); }
 DSCALE_INLINE Words widened_upto(const bfloat16* p, long count) {
     if (count >= lanes) return widened(p);
     bfloat16 buffer[lanes] = {};
@@ -171,7 +183,7 @@ DSCALE_INLINE Floats nearest<bfloat16>(Floats x) {
 }
 
 DSCALE_INLINE void store_exact(float* p, Floats x) { store(p, x); }
-DSCALE_INLINE void store_exact(bfloat16* p, Floats x) { write(p, __builtin_convertvector(words(x) >> 16, Halves)); }
+DSCALE_INLINE void store_exact(bfloat16* p, Floats x) { write(p, narrowed(words(x) >> 16)); }
 
 // e^x for x ≤ 88 within two units in the last place; below -87.3 the result is that of -87.3, the least normal float.
 DSCALE_INLINE Floats exponential_down(Floats x) {
