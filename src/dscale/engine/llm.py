@@ -124,7 +124,8 @@ class LLM:
             bound = drafter_hash(self._drafter_source)
             scorer = scorer_for(self.speculation, self.predictor, bound, width, self.loaded.model)
         policy = "off" if self.drafter is None else self.speculation.policy
-        return build_policy(policy, width, self.speculation.slots, scorer, worker.costs)
+        resizes = worker.device.type == "cpu"
+        return build_policy(policy, width, self.speculation.slots, scorer, worker.costs, resizes)
 
     def _fitting_pages(self, target: Target, length: int) -> int:
         """Pages for every request at full length, or what a share of free memory holds."""

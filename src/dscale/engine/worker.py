@@ -109,6 +109,7 @@ class Worker:
         work.logprobs = max(wanted) if wanted else None
         work.edited = tuple(lane for lane, request in enumerate(requests) if request.params.edits_logits)
         result = decode_step(self.state, work, shape, self.models, self.policy)
+        shape = result.shape
         emitted = result.emitted.tolist()
         tokens = [row[:count] for row, count in zip(result.tokens.tolist(), emitted, strict=True)]
         accepted, slots = result.accepted.tolist(), result.slots.tolist()
@@ -135,10 +136,12 @@ class Worker:
 
         return _fastest(run)
 
-    def measure_draft(self, lanes: int) -> float:
-        """Seconds of one draft pass for `lanes` requests, on scratch; the best of three."""
-        widest = self.policy.width
-        shape = StepShape(width=widest, head=widest - 1, rows=lanes * widest)
+    def measure_draft(self, rows: int) -> float:
+        """Seconds of drafting `rows` rows in blocks of the policy's width (fewer rows: one block), on scratch; the best
+        of three."""
+        width = min(max(rows, 2), self.policy.width)
+        lanes = max(rows // width, 1)
+        shape = StepShape(width=width, head=width - 1, rows=lanes * width)
         work = self._scratch(lanes)
         context, anchor = self.state.length[work.lanes], self.state.anchor[work.lanes]
 

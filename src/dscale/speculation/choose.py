@@ -27,9 +27,7 @@ def scorer_for(
         if loaded.config.width == width:
             loaded.to(target.embedding.device)
             return PredictorScorer(loaded, projections_for(loaded, target))
-        require(
-            name == "auto", f"predictor: fitted for width {loaded.config.width}; width {width} is asked for"
-        )
+        require(name == "auto", f"predictor: fitted for width {loaded.config.width}; width {width} is asked for")
     return ConfidenceScorer(ConfidenceModel.day_one(width, target.embedding.device))
 
 
@@ -39,8 +37,11 @@ def projections_for(predictor: Predictor, target: Target) -> FeatureProjections 
     return FeatureProjections.build(target.head.weight, config.projection_seed) if config.projects else None
 
 
-def build_policy(name: str, width: int, slots: float, scorer: Scorer | None, costs: StepCosts) -> Policy:
-    """The policy of this name (dscale.config.POLICIES) for blocks of `width` rows."""
+def build_policy(name: str, width: int, slots: float, scorer: Scorer | None, costs: StepCosts, resizes: bool) -> Policy:
+    """The policy of this name (dscale.config.POLICIES) for blocks of `width` rows.
+
+    resizes: sizes of a step need not be known before its draft (no captured graphs).
+    """
     kind, _, argument = name.partition(":")
     if kind == "off" or width == 1:
         return Off()
@@ -52,6 +53,7 @@ def build_policy(name: str, width: int, slots: float, scorer: Scorer | None, cos
         return Fixed(width, rows)
     assert scorer is not None, "adaptive policies come with a scorer"
     if kind == "auto":
-        return Auto(scorer, width, costs)
+        narrow = scorer if isinstance(scorer, ConfidenceScorer) else ConfidenceScorer(ConfidenceModel.day_one(width))
+        return Auto(scorer, narrow, width, costs, resizes)
     seeded = argument == "seeded"
     return SharedBudget(scorer, width, slots, allocate_seeded if seeded else allocate_exact, name)

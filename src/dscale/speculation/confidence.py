@@ -43,7 +43,8 @@ class ConfidenceModel:
         return self.weight.shape[0] - 1
 
     def survival(self, top: TopLogits) -> Tensor:
-        """q [N, W] float32 of draft blocks, 1 first and nonincreasing; top.values [N, W-1, 16]. Reads nothing back."""
+        """q [N, D+1] float32 of draft blocks, 1 first and nonincreasing; top.values [N, D, 16], D < W. Reads nothing
+        back."""
         passes = torch.sigmoid(self._logits(*signals(top)))
         return torch.cat([torch.ones_like(passes[:, :1]), passes.cumprod(-1)], dim=-1)
 
@@ -53,7 +54,7 @@ class ConfidenceModel:
 
         Of a request only drafts that the walk reached say something: those accepted and, if rows were left, the next.
         """
-        position = torch.arange(1, self.width, device=self.weight.device)
+        position = torch.arange(1, top.values.shape[1] + 1, device=self.weight.device)
         passed = position <= accepted[:, None]
         seen = (position <= accepted[:, None] + 1) & (position < slots[:, None])
         odds, logit = signals(top)
@@ -67,11 +68,11 @@ class ConfidenceModel:
         self.weight.add_(torch.linalg.solve(self.curvature, slope).clamp_(-1.0, 1.0))
 
     def _logits(self, odds: Tensor, logit: Tensor) -> Tensor:
-        return self.weight[: self.width - 1] + self.weight[-2] * odds + self.weight[-1] * logit
+        return self.weight[: odds.shape[1]] + self.weight[-2] * odds + self.weight[-1] * logit
 
     def _design(self, odds: Tensor, logit: Tensor) -> Tensor:
-        """What multiplies the weights: [N, W-1, W+1]."""
-        positions = torch.eye(self.width - 1, device=odds.device).expand(odds.shape[0], -1, -1)
+        """What multiplies the weights: [N, D, W+1] for blocks of D drafts."""
+        positions = torch.eye(self.width - 1, device=odds.device)[: odds.shape[1]].expand(odds.shape[0], -1, -1)
         return torch.cat([positions, odds[..., None], logit[..., None]], dim=-1)
 
 

@@ -38,6 +38,7 @@ class StepResult:
     finished: Tensor
     starts: Tensor
     draft: Draft
+    shape: StepShape
     logprobs: RowLogprobs | None = None
 
 
@@ -48,6 +49,7 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     context, anchor = state.length[lanes], state.anchor[lanes]
 
     draft = draft_block(state, work, shape, models, policy, context, anchor)  # drafts (N, W-1), §2 features' inputs
+    shape = policy.resize(draft, shape, work.live)
     k = policy.lengths(draft, shape, work.live)  # q by the predictor, then the shared budget (§2)
     packed = pack(k, shape.rows)  # flat rows, sentinels at the end (§2 Packing)
 
@@ -66,7 +68,7 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     state.initial[lanes] = False
     scores = logprobs(logits, y, work.logprobs) if work.logprobs is not None else None
     return StepResult(
-        outcome.tokens, emitted, torch.minimum(outcome.count, emitted), k, finished, packed.starts, draft, scores
+        outcome.tokens, emitted, torch.minimum(outcome.count, emitted), k, finished, packed.starts, draft, shape, scores
     )
 
 

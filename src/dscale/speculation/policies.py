@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -76,6 +76,10 @@ class Policy(ABC):
         """
         count, drafts, _ = hidden.shape
         return Draft(argmax(target.logits(hidden.flatten(0, 1))).view(count, drafts))
+
+    def resize(self, draft: Draft, shape: StepShape, live: Tensor) -> StepShape:
+        """The shape with its rows changed once the draft is known; only where sizes need not be known beforehand."""
+        return shape
 
     @abstractmethod
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
@@ -164,18 +168,18 @@ class ConfidenceScorer(Scorer):
             self._refit()
 
     def _refit(self) -> None:
-        rows = self._pending
-        self._pending = []
+        pending, self._pending = self._pending, []
+        for width in {one.shape.width for one in pending}:
+            self._learn([one for one in pending if one.shape.width == width])
+
+    def _learn(self, rows: list[StepOutcome]) -> None:
         tops = [row.draft.top for row in rows if row.draft.top is not None]
         device = tops[0].values.device
         clean = torch.tensor([one for row in rows for one in row.clean], device=device)
         slots = torch.tensor([one for row in rows for one in row.slots], device=device)[clean]
         accepted = torch.tensor([one for row in rows for one in row.accepted], device=device)[clean]
 
-        def joined(name: str) -> Tensor:
-            return torch.cat([getattr(top, name) for top in tops])[clean]
-
-        top = TopLogits(joined("values"), joined("ids"), joined("log_sum_exp"), joined("entropy"))
+        top = TopLogits(*(torch.cat([getattr(top, field.name) for top in tops])[clean] for field in fields(TopLogits)))
         self.model.observe(top, accepted, slots)
 
 
