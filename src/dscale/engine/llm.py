@@ -39,7 +39,7 @@ from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.speculation.choose import build_policy, scorer_for
 from dscale.speculation.policies import Policy
-from dscale.speculation.predictor import Predictor
+from dscale.speculation.predictor import Predictor, read_config
 from dscale.speculation.state import DeviceState, Models
 
 Messages = Sequence[dict[str, Any]]
@@ -96,7 +96,8 @@ class LLM:
     def _find_predictor(self, predictor: str | Predictor | None) -> str | Predictor | None:
         if predictor == "auto":
             shipped = shipped_predictor(self.loaded.alias)
-            return None if shipped is None else str(shipped)
+            fits = shipped and self.drafter and read_config(shipped).drafter_hash == drafter_hash(self._drafter_source)
+            return str(shipped) if fits else None
         return None if predictor == "none" else predictor
 
     def _build_engine(self) -> Engine:

@@ -1,6 +1,6 @@
 """RMS norm, alone and fused with the residual add before it.
 
-    normed = x · rsqrt(mean(x², last dim) + eps) · weight          (computed in float32, returned in x's dtype)
+normed = x · rsqrt(mean(x², last dim) + eps) · weight          (computed in float32, returned in x's dtype)
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Curve:
                 break
             size *= 2
         sizes = sorted(self.points)
-        return np.interp(rows, sizes, [self.points[one] for one in sizes])
+        return np.asarray(np.interp(rows, sizes, [self.points[one] for one in sizes]))
 
 
 class StepCosts:
