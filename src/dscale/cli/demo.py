@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -55,9 +54,9 @@ def demo(
     model: o.Model = "smollm2-135m",
     drafter: o.Drafter = "auto",
     predictor: o.Predictor = "auto",
-    dtype: o.Dtype = "float32",
+    dtype: o.Dtype = "auto",
     max_tokens: o.MaxTokens = 128,
-    slots: Annotated[float, typer.Option("--slots", help="Rows verified per request by dvl.")] = 6.0,
+    slots: o.Slots = 8.0,
     as_json: o.AsJson = False,
 ) -> None:
     """Answer a few prompts with off, full and dvl, and compare speed and text.
