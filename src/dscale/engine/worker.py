@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dscale.config import PAGE_SIZE
 from dscale.engine.request import Request
 from dscale.engine.scheduler import Chunk
 from dscale.kernels.attention import RaggedBatch
+from dscale.kernels.top_logits import argmax
 from dscale.speculation.costs import StepCosts
 from dscale.speculation.decode_step import StepResult, decode_step, draft_block, prefill, verify
 from dscale.speculation.edits import LogitEdits
@@ -122,34 +124,36 @@ class Worker:
             edits.commit(tokens)
 
     def measure_verify(self, rows: int) -> float:
-        """Seconds of one target pass over `rows` rows with its head, on scratch; the best of three."""
+        """Seconds of one target pass over `rows` rows with its head, on scratch, right after a draft pass as in a step
+        (weights of the one have left the processor's caches when the other runs)."""
+        width = self.policy.width
+        draft: Callable[[], object] = self._draft_pass(1, width) if width > 1 else _nothing
+        return _typical(self._verify_pass(rows), draft)
+
+    def measure_draft(self, rows: int) -> float:
+        """Seconds of drafting `rows` rows in blocks of the policy's width (fewer rows: one block), on scratch, right
+        after a target pass."""
+        width = min(max(rows, 2), self.policy.width)
+        return _typical(self._draft_pass(max(rows // width, 1), width), self._verify_pass(1))
+
+    def _verify_pass(self, rows: int) -> Callable[[], None]:
         shape = StepShape(width=1, head=0, rows=rows)
         work = self._scratch(rows)
         context = self.state.length[work.lanes]
         packed = pack(torch.ones_like(work.lanes), rows)
         block = self.state.anchor[work.lanes][:, None]
 
-        @torch.inference_mode()
         def run() -> None:
             hidden, _, _ = verify(self.state, work, shape, self.models, packed, block, context)
-            self.models.target.logits(hidden).argmax(-1)
+            argmax(self.models.target.logits(hidden))
 
-        return _fastest(run)
+        return run
 
-    def measure_draft(self, rows: int) -> float:
-        """Seconds of drafting `rows` rows in blocks of the policy's width (fewer rows: one block), on scratch; the best
-        of three."""
-        width = min(max(rows, 2), self.policy.width)
-        lanes = max(rows // width, 1)
+    def _draft_pass(self, lanes: int, width: int) -> Callable[[], object]:
         shape = StepShape(width=width, head=width - 1, rows=lanes * width)
         work = self._scratch(lanes)
         context, anchor = self.state.length[work.lanes], self.state.anchor[work.lanes]
-
-        @torch.inference_mode()
-        def run() -> None:
-            draft_block(self.state, work, shape, self.models, self.policy, context, anchor)
-
-        return _fastest(run)
+        return lambda: draft_block(self.state, work, shape, self.models, self.policy, context, anchor)
 
     def _scratch(self, lanes: int) -> Workspace:
         return Workspace.of([self.state.scratch_row] * lanes, self.policy.width + 1, self.device)
@@ -158,10 +162,17 @@ class Worker:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
 
-def _fastest(run: Callable[[], None], repeats: int = 3) -> float:
-    best = float("inf")
+def _nothing() -> None:
+    return
+
+
+@torch.inference_mode()
+def _typical(run: Callable[[], object], before: Callable[[], object], repeats: int = 5) -> float:
+    """Median seconds of `run`, each time right after `before`."""
+    seconds = []
     for _ in range(repeats):
+        before()
         began = time.perf_counter()
         run()
-        best = min(best, time.perf_counter() - began)
-    return best
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dscale.models.decoder import Target
@@ -29,39 +28,47 @@ RECENT = 48  # survival rows that stand for the text being served
 CALIBRATION_MEMORY = 0.99  # share of past drafts that one step keeps
 PRIOR_DRAFTS = 20.0  # drafts accepted as predicted, before any were
 REVIEW_EVERY = 8  # steps between choices of width and budget
-PROBE_EVERY = 128  # steps after which a wider block is drafted, to learn whether the text became easier
+PROBE_EVERY = 128  # steps at most until a wider block is drafted, to learn whether the text became easier
+PROBE_SHARE = 0.01  # of the time that such looks may cost, where they are dear
+TIE = 0.98  # a wider block is preferred unless it is slower than this share of the best: it shows more
 
 
 class RecentDrafts:
-    """The latest survival rows, each as long as its block was; what lies beyond a narrow block is extrapolated by the
-    pass rate that was last seen at that position."""
+    """The latest survival rows, each as long as its block was. What lies beyond a narrow block is extrapolated: each
+    position passes as often as the row's own did on average, times a factor learned whenever a wider block was drafted.
+    """
 
     def __init__(self, width: int) -> None:
-        prior = np.cumprod(np.full((1, width - 1), PRIOR_SURVIVAL))
-        self._rows = prior[None, :]
-        self._rates = np.full(width - 1, PRIOR_SURVIVAL)
-        self._known = 0  # positions whose rate was seen at least once
+        self._rows = np.cumprod(np.full(width - 1, PRIOR_SURVIVAL))[None, :]
+        self._depth = np.array([width - 1])
+        self._tail = np.ones(width)  # by depth: what survived beyond it over what was extrapolated
 
     def add(self, survival: np.ndarray) -> None:
         """Rows [N, D] of one step."""
-        depth = survival.shape[1]
-        before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
-        seen = survival.sum(0) / np.maximum(before.sum(0), 1e-9)
-        weight = np.where(np.arange(depth) < self._known, 0.1, 1.0)
-        self._rates[:depth] += weight * (seen - self._rates[:depth])
-        self._known = max(self._known, depth)
-        self._rates[self._known :] = self._rates[self._known - 1]
-        padded = np.full((len(survival), len(self._rates)), np.nan)
+        count, depth = survival.shape
+        for shallow in set(self._depth[self._depth < depth].tolist()):
+            guess, seen = _extrapolate(survival[:, :shallow], depth).sum(), survival[:, shallow:].sum()
+            self._tail[shallow] += 0.2 * (seen / max(guess, 1e-6) - self._tail[shallow])
+        padded = np.zeros((count, self._rows.shape[1]))
         padded[:, :depth] = survival
         self._rows = np.concatenate([self._rows, padded])[-RECENT:]
+        self._depth = np.concatenate([self._depth, np.full(count, depth)])[-RECENT:]
 
     def table(self) -> np.ndarray:
         """Survival rows [P, W-1], P at most RECENT."""
         rows = self._rows.copy()
-        for j in range(1, rows.shape[1]):
-            missing = np.isnan(rows[:, j])
-            rows[missing, j] = rows[missing, j - 1] * self._rates[j]
+        width = rows.shape[1]
+        for depth in set(self._depth[self._depth < width].tolist()):
+            short = self._depth == depth
+            tail = _extrapolate(rows[short, :depth], width) * self._tail[depth]
+            rows[short, depth:] = np.minimum(tail, rows[short, depth - 1 : depth])
         return rows
+
+
+def _extrapolate(survival: np.ndarray, depth: int) -> np.ndarray:
+    """Positions D … depth-1 of survival rows [N, D], at each row's own mean pass rate: [N, depth - D]."""
+    last, known = survival[:, -1:], survival.shape[1]
+    return last * np.maximum(last, 1e-6) ** (np.arange(1, depth - known + 1) / known)
 
 
 class Auto(Policy):
@@ -79,17 +86,20 @@ class Auto(Policy):
         self._trust = {one: np.array([PRIOR_DRAFTS, PRIOR_DRAFTS]) for one in (full, narrow)}  # accepted, predicted
         self._choice = StepShape(width=1, head=0, rows=1)
         self._speed = 0.0  # tokens a second that the choice promises
-        self._live, self._age, self._unprobed = 0, 0, 0
+        self._live, self._age, self._unprobed, self._probe_after = 0, 0, 0, float(PROBE_EVERY)
 
     def shape(self, live: int) -> StepShape:
         if live != self._live or self._age >= REVIEW_EVERY:
             self._review(live)
         self._age += 1
-        if self._unprobed < PROBE_EVERY or self._choice.width == self.width:
+        if self._choice.width == self.width or self._unprobed < self._probe_after:
             return self._choice
-        wider = 4 if self._choice.width == 1 else self.width  # a cheap look first
-        width = min(wider, self.width)
-        return StepShape(width=width, head=width - 1, rows=live * min(width, 3))
+        return self._probe(live)
+
+    def _probe(self, live: int) -> StepShape:
+        """A wider block than the choice, to see what lies beyond it; a cheap one where nothing is drafted."""
+        width = min(4, self.width) if self._choice.width == 1 else self.width
+        return StepShape(width=width, head=width - 1, rows=max(live * min(width, 3), self._choice.rows))
 
     def _review(self, live: int) -> None:
         """Choose width and budget for `live` requests from recent drafts."""
@@ -102,9 +112,12 @@ class Auto(Policy):
             rows = np.round(slots * live)
             speeds = live * tokens / self.costs.times(live, width, rows)
             top = int(speeds.argmax())
-            if speeds[top] > best_speed:
+            if speeds[top] > best_speed * TIE:
                 best, best_speed = StepShape(width=width, head=width - 1, rows=int(rows[top])), float(speeds[top])
         self._choice, self._speed = best, best_speed
+        probe = self._probe(live)
+        chosen, probed = (float(self.costs.times(live, one.width, float(one.rows))) for one in (best, probe))
+        self._probe_after = min(max((probed / chosen - 1) / PROBE_SHARE, REVIEW_EVERY), PROBE_EVERY)
 
     def _expected(self, width: int, survival: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Slots a request (1 … width) and the tokens a request emits with them, from survival rows [P, width-1]."""
@@ -128,7 +141,8 @@ class Auto(Policy):
         if not self.resizes or draft.survival is None:
             return shape
         lanes = draft.survival.shape[0]
-        scores = np.sort(draft.survival[:, 1:].numpy(), axis=None)[::-1]
+        scores = draft.survival[:, 1:].numpy().ravel()
+        scores = scores if lanes == 1 else np.sort(scores)[::-1]  # one request's survival only falls
         tokens = np.concatenate([[0.0], scores.cumsum()]) * self._calibration(shape.width)
         rows = lanes + np.arange(len(tokens))
         seconds = self.costs.times(lanes, shape.width, rows)
@@ -137,6 +151,8 @@ class Auto(Policy):
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         if draft.survival is None:
             return live.long()
+        if live.shape[0] == 1:  # nothing to share
+            return live.long() * shape.rows
         return allocate_exact(draft.survival, shape.rows, live)
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -146,14 +162,14 @@ class Auto(Policy):
         self._unprobed = 0 if looked else self._unprobed + 1
         if outcome.draft.survival is None:
             return
-        survival = outcome.draft.survival.cpu()
-        self._recent.add(survival[:, 1:].numpy())
+        survival = outcome.draft.survival[:, 1:].cpu().numpy()
+        self._recent.add(survival)
         self._calibrate(survival, outcome)
         self._scorer(shape.width).observe(outcome)
 
-    def _calibrate(self, survival: Tensor, outcome: StepOutcome) -> None:
-        column = torch.arange(survival.shape[1])
-        verified = (column[None, :] >= 1) & (column[None, :] < torch.tensor(outcome.slots)[:, None])
+    def _calibrate(self, survival: np.ndarray, outcome: StepOutcome) -> None:
+        """survival [N, D] of the drafts; drafts past a request's slots were not verified and do not count."""
+        verified = np.arange(1, survival.shape[1] + 1) < np.array(outcome.slots)[:, None]
         trust = self._trust[self._scorer(outcome.shape.width)]
         trust *= CALIBRATION_MEMORY
-        trust += (float(sum(outcome.accepted)), float((survival * verified).sum()))
+        trust += (sum(outcome.accepted), (survival * verified).sum())

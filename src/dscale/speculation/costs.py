@@ -4,7 +4,6 @@ the steps that really ran. `auto` weighs this against expected acceptance (dscal
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,45 +13,58 @@ Measure = Callable[[int], float]  # rows → seconds
 Numbers = np.ndarray
 
 
-@dataclass
 class Curve:
     """Seconds by rows: measured at powers of two when first needed, read by linear interpolation."""
 
-    measure: Measure
-    points: dict[int, float] = field(default_factory=dict)
+    def __init__(self, measure: Measure) -> None:
+        self.measure = measure
+        self._rows = np.array([1.0])
+        self._seconds = np.zeros(0)
 
     def at(self, rows: Numbers | float) -> Numbers:
         """Seconds for these numbers of rows, each at least 1."""
-        size = 1
-        while True:
-            if size not in self.points:
-                self.points[size] = self.measure(size)
-            if size >= np.max(rows):
-                break
-            size *= 2
-        sizes = sorted(self.points)
-        return np.asarray(np.interp(rows, sizes, [self.points[one] for one in sizes]))
+        top = rows if isinstance(rows, float) else np.max(rows)
+        if not len(self._seconds) or self._rows[-1] < top:
+            self._extend(float(top))
+        return np.asarray(np.interp(rows, self._rows, self._seconds))
+
+    def _extend(self, top: float) -> None:
+        sizes = 2 ** np.arange(int(np.ceil(np.log2(top))) + 1)
+        fresh = [self.measure(int(size)) for size in sizes[len(self._seconds) :]]
+        self._rows, self._seconds = sizes.astype(float), np.concatenate([self._seconds, fresh])
 
 
 class StepCosts:
-    """Expected seconds of a step: the two curves, scaled by observed over expected of drafted and of plain steps."""
+    """Expected seconds of a step: the two curves plus what observed steps took beyond them.
 
-    SMOOTHING = 0.05  # weight of a new observation
+    The rest (attention over the context, sampling, Python) hardly depends on the rows, so it is added, not multiplied;
+    it is kept for drafted and for plain steps and for each number of requests.
+    """
+
+    SMOOTHING = 0.1  # weight of a new observation
 
     def __init__(self, verify: Measure, draft: Measure) -> None:
         self.verify, self.draft = Curve(verify), Curve(draft)
-        self._ratio = {True: 1.0, False: 1.0}  # drafted or not → observed over expected
+        self._rest: dict[tuple[bool, int], float] = {}
 
     def times(self, live: int, width: int, rows: Numbers | float) -> Numbers:
         """Seconds of a step of `live` requests that drafts blocks of `width` (1: none) and verifies `rows` rows."""
+        return np.maximum(self._curves(live, width, rows) + self.rest(live, width > 1), 1e-6)
+
+    def _curves(self, live: int, width: int, rows: Numbers | float) -> Numbers:
         seconds = self.verify.at(rows)
-        if width > 1:
-            seconds = seconds + self.draft.at(live * width)
-        return seconds * self._ratio[width > 1]
+        return seconds + self.draft.at(float(live * width)) if width > 1 else seconds
+
+    def rest(self, live: int, drafted: bool) -> float:
+        """Seconds beyond the curves, by the nearest number of requests seen; of the other kind of step if need be."""
+        same = [key for key in self._rest if key[0] == drafted] or list(self._rest)
+        return self._rest[min(same, key=lambda key: abs(key[1] - live))] if same else 0.0
 
     def observe(self, live: int, shape: StepShape, seconds: float) -> None:
         """Take in the time of a step that ran. A step far slower than believed (a hiccup) counts only a little."""
         drafted = shape.width > 1
-        expected = float(self.times(live, shape.width, float(shape.rows)))
-        seen = min(max(seconds / expected, 0.5), 2.0) * self._ratio[drafted]
-        self._ratio[drafted] += self.SMOOTHING * (seen - self._ratio[drafted])
+        curves = float(self._curves(live, shape.width, float(shape.rows)))
+        before = self.rest(live, drafted)
+        seen = min(seconds, 2.0 * (curves + max(before, 0.0))) - curves
+        known = (drafted, live) in self._rest
+        self._rest[(drafted, live)] = before + (self.SMOOTHING if known else 0.5) * (seen - before)

@@ -151,7 +151,7 @@ class ConfidenceScorer(Scorer):
     """The draft's own top-1 logit, calibrated online (§6); refits once every few steps, from all of them."""
 
     name = "confidence"
-    REFIT_EVERY = 4  # steps
+    REFIT_EVERY = 12  # steps
 
     def __init__(self, model: ConfidenceModel) -> None:
         self.model = model
