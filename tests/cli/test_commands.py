@@ -247,3 +247,18 @@ def test_chat_answers_line_by_line_and_starts_over(dscale, pair, monkeypatch):
     first, second = out.splitlines()
     assert code == 0
     assert first == second != ""
+
+
+def test_demo_compares_three_policies(dscale, folders):
+    pair = ["-m", folders["target"], "-d", folders["drafter"], "-p", folders["predictor"], "--dtype", "float32"]
+    code, out, _ = dscale("demo", *pair, "--max-tokens", 12, "--slots", 3, "--json")
+    record = json.loads(out)
+    assert code == 0
+    assert record["same_text"] is True
+    assert [arm["policy"] for arm in record["arms"]] == ["off", "full", "dvl"]
+    assert [arm["slots_per_request"] for arm in record["arms"]] == [1, 6, 3]
+    assert all(arm["tokens_per_s"] > 0 and arm["speedup"] > 0 for arm in record["arms"])
+    assert record["arms"][0]["mean_progress"] == 1
+    code, out, _ = dscale("demo", *pair, "--max-tokens", 12, "--slots", 3)
+    assert code == 0
+    assert "same text: yes" in out

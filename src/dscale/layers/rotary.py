@@ -34,7 +34,7 @@ def _llama3(base: Tensor, rope: RopeConfig, factor: float) -> Tensor:
 
 
 def _yarn(base: Tensor, rope: RopeConfig, head_dim: int, factor: float) -> tuple[Tensor, float]:
-    """Yarn (arXiv 2309.00071): interpolate dimensions that turn less than beta_slow times, keep those over beta_fast."""
+    """Yarn (arXiv 2309.00071): interpolate what turns less than beta_slow times, keep what turns over beta_fast."""
     p = rope.parameters
     fast, slow = float(p.get("beta_fast") or 32), float(p.get("beta_slow") or 1)
     original = float(p["original_max_position_embeddings"])
