@@ -30,7 +30,7 @@ PRIOR_DRAFTS = 20.0  # drafts accepted as predicted, before any were
 REVIEW_EVERY = 8  # steps between choices of width and budget
 PROBE_EVERY = 128  # steps at most until a wider block is drafted, to learn whether the text became easier
 PROBE_SHARE = 0.01  # of the time that such looks may cost, where they are dear
-TIE = 0.98  # a wider block is preferred unless it is slower than this share of the best: it shows more
+TIE = 0.98  # the widest block that promises this share of the best speed is taken: it shows more
 
 
 class RecentDrafts:
@@ -105,18 +105,18 @@ class Auto(Policy):
         """Choose width and budget for `live` requests from recent drafts."""
         self._live, self._age = live, 0
         survival = self._recent.table()
-        best = StepShape(width=1, head=0, rows=live)
-        best_speed = live / float(self.costs.times(live, 1, float(live)))
+        off = StepShape(width=1, head=0, rows=live)
+        options = [(live / float(self.costs.times(live, 1, float(live))), off)]
         for width in self.widths:
             slots, tokens = self._expected(width, survival[:, : width - 1])
             rows = np.round(slots * live)
             speeds = live * tokens / self.costs.times(live, width, rows)
             top = int(speeds.argmax())
-            if speeds[top] > best_speed * TIE:
-                best, best_speed = StepShape(width=width, head=width - 1, rows=int(rows[top])), float(speeds[top])
-        self._choice, self._speed = best, best_speed
+            options.append((float(speeds[top]), StepShape(width=width, head=width - 1, rows=int(rows[top]))))
+        self._speed = max(speed for speed, _ in options)
+        self._choice = [shape for speed, shape in options if speed >= TIE * self._speed][-1]
         probe = self._probe(live)
-        chosen, probed = (float(self.costs.times(live, one.width, float(one.rows))) for one in (best, probe))
+        chosen, probed = (float(self.costs.times(live, one.width, float(one.rows))) for one in (self._choice, probe))
         self._probe_after = min(max((probed / chosen - 1) / PROBE_SHARE, REVIEW_EVERY), PROBE_EVERY)
 
     def _expected(self, width: int, survival: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
