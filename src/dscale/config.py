@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ def resolve_dtype(name: str) -> torch.dtype:
     """The torch dtype for one of the names in DTYPES."""
     require(name in DTYPES, f"dtype: {name!r} is not known; allowed are {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def cache_folder() -> Path:
+    """DSCALE_CACHE, else XDG_CACHE_HOME/dscale, else ~/.cache/dscale."""
+    if os.environ.get("DSCALE_CACHE"):
+        return Path(os.environ["DSCALE_CACHE"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dscale"
 
 
 @dataclass(frozen=True)

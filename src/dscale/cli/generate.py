@@ -148,8 +148,6 @@ def answer(
             bar.advance(task)
             if file is not None:
                 _write(file, rows[index].id, output)
-            elif not quiet:
-                bar.console.file.flush()
 
         outputs = llm.generate(sampling_params=params, prompt_token_ids=ids, on_finish=finished)
     seconds = time.perf_counter() - began

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 
-from dscale.config import InputError, require
+from dscale.config import InputError, cache_folder, require
 from dscale.models.families import target_pieces, to_hf_config
 from dscale.models.gguf_reader import GGUFCheckpoint, gguf_config
 from dscale.models.gguf_tokenizer import gguf_tokenizer
@@ -58,14 +58,6 @@ ALIASES = {
         hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
     )
 }
-
-
-def cache_folder() -> Path:
-    """DSCALE_CACHE, else XDG_CACHE_HOME/dscale, else ~/.cache/dscale."""
-    if os.environ.get("DSCALE_CACHE"):
-        return Path(os.environ["DSCALE_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dscale"
 
 
 def cached_alias(alias: str) -> Path | None:

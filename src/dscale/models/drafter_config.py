@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dscale.config import AnchorLayout, DecoderConfig, DrafterConfig, InputError, TargetConfig, require
-from dscale.models.families import SLIDING, decoder_config, layer_windows, rope_config
+from dscale.models.families import SLIDING, decoder_config, hf_sizes, layer_windows, rope_config
 
 ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
 # Key → the values under which the plain drafter still computes what the checkpoint means.
@@ -313,19 +313,9 @@ def write_drafter_config(config: DrafterConfig, dialect: str) -> dict[str, Any]:
     written: dict[str, Any] = {
         "architectures": ["DFlashDraftModel" if dialect == "z-lab" else "Qwen3DSparkModel"],
         "model_type": "qwen3",
-        "vocab_size": d.vocab_size,
-        "hidden_size": d.hidden_size,
-        "intermediate_size": d.intermediate_size,
-        "num_hidden_layers": d.num_layers,
-        "num_attention_heads": d.num_heads,
-        "num_key_value_heads": d.num_kv_heads,
-        "head_dim": d.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": d.norm_eps,
-        "max_position_embeddings": d.max_position,
+        **hf_sizes(d),
         "attention_bias": d.qkv_bias,
         "rope_theta": d.rope.theta,
-        "rope_parameters": {"rope_type": d.rope.scaling, "rope_theta": d.rope.theta, **d.rope.parameters},
         "is_neox_style": d.rope.style == "neox",
         "tie_word_embeddings": False,
         "num_target_layers": config.target_layers,

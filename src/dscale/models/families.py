@@ -172,12 +172,9 @@ def target_pieces(config: TargetConfig, prefix: str = "model.") -> Pieces:
     return pieces
 
 
-def to_hf_config(config: TargetConfig) -> dict[str, Any]:
-    """The config.json (transformers 5 form) that describes this target, for writing a checkpoint."""
-    d = config.decoder
-    written: dict[str, Any] = {
-        "architectures": [{family: name for name, family in ARCHITECTURES.items()}[config.family]],
-        "model_type": config.family,
+def hf_sizes(d: DecoderConfig) -> dict[str, Any]:
+    """Sizes, norm and rotary keys of a decoder as transformers 5 spells them, shared by target and drafter configs."""
+    return {
         "vocab_size": d.vocab_size,
         "hidden_size": d.hidden_size,
         "intermediate_size": d.intermediate_size,
@@ -189,6 +186,16 @@ def to_hf_config(config: TargetConfig) -> dict[str, Any]:
         "rms_norm_eps": d.norm_eps,
         "max_position_embeddings": d.max_position,
         "rope_parameters": {"rope_type": d.rope.scaling, "rope_theta": d.rope.theta, **d.rope.parameters},
+    }
+
+
+def to_hf_config(config: TargetConfig) -> dict[str, Any]:
+    """The config.json (transformers 5 form) that describes this target, for writing a checkpoint."""
+    d = config.decoder
+    written: dict[str, Any] = {
+        "architectures": [{family: name for name, family in ARCHITECTURES.items()}[config.family]],
+        "model_type": config.family,
+        **hf_sizes(d),
         "tie_word_embeddings": config.tie_embeddings,
         "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
         "bos_token_id": config.bos_token_id,

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dscale.config import cache_folder
+
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
@@ -62,7 +64,7 @@ def _compiler() -> list[str]:
 
 
 def _compiled(compiler: list[str]) -> Path:
-    path = _cache_folder() / f"kernels-{_key(compiler)}.so"
+    path = cache_folder() / f"kernels-{_key(compiler)}.so"
     if path.exists():
         return path
     logging.getLogger("dscale").info("compiling the CPU kernels, once")
@@ -101,14 +103,6 @@ def _run(command: list[str]) -> str:
 def _first_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-
-
-def _cache_folder() -> Path:
-    chosen = os.environ.get("DSCALE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "dscale"
 
 
 def _key(compiler: list[str]) -> str:
