@@ -1,5 +1,7 @@
 """Selecting, decontaminating and packing conversations; the tokenizer here splits at characters."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
@@ -7,17 +9,16 @@ from dscale.config import InputError
 from dscale.train.corpus import (
     CorpusConfig,
     Decontamination,
-    load_rows,
     ngrams,
     pack,
     read_prompts,
-    save_rows,
     select,
     tokenise,
     turn_frame,
 )
 from dscale.train.generation import Conversations
 from dscale.train.prompts import STEPS_SUFFIX, Script
+from dscale.train.rows import read_rows, write_rows
 
 
 class Characters:
@@ -94,7 +95,7 @@ def test_heldout_share_follows_the_prompt():
 
 def test_packed_rows_hold_every_conversation_once(tmp_path):
     made = talks([f"turn {'x' * (n % 40)} {n}" for n in range(30)])
-    packed = pack(made, np.arange(30), 128, bins=4)
+    packed = pack(made, np.arange(30), 128, np.ones(30, bool), bins=4)
     found = []
     for row in range(len(packed.ids)):
         for at in np.flatnonzero(packed.first[row] == np.arange(128)):
@@ -105,9 +106,10 @@ def test_packed_rows_hold_every_conversation_once(tmp_path):
                 )
     assert sorted(found) == sorted((made.tokens[n, : made.end[n]].tolist(), 10) for n in range(30))
     assert len(packed.ids) <= 14
-    save_rows(packed, tmp_path / "train-0.npz")
-    again = load_rows(tmp_path / "train-0.npz")
-    assert all(np.array_equal(getattr(packed, n), getattr(again, n)) for n in ("ids", "first", "answer"))
+    assert sorted(packed.prompt.tolist()) == sorted(made.script.tolist())
+    shard = write_rows(tmp_path, "train-0.safetensors", packed, "train")
+    again = read_rows(tmp_path, shard)
+    assert all(np.array_equal(getattr(packed, f.name), getattr(again, f.name)) for f in fields(packed))
 
 
 def test_a_broken_prompt_file_is_named(tmp_path):

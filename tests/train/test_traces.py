@@ -5,8 +5,9 @@ import torch
 
 from dscale.kernels.top_logits import top_logits
 from dscale.speculation.features import FeatureProjections, draft_features
+from dscale.train.rows import answers
 from dscale.train.traces import LANES, Traces, collect
-from dscale.train.walk import accepted_everywhere, answers, walk_rows
+from dscale.train.walk import accepted_everywhere, walk_rows
 
 from .test_drafter import hidden_of_one_anchor, trainer
 from .tiny import tensors, tiny_rows
@@ -15,8 +16,8 @@ from .tiny import tensors, tiny_rows
 def test_every_step_of_the_walk_is_recorded_with_its_own_features(tmp_path):
     run, rows = trainer(rows=4, anchors=24), tiny_rows(seed=5)
     projections = FeatureProjections.build(run.target.head.weight, 0)
-    traces = collect(run, rows, projections)
-    walked = walk_rows(accepted_everywhere(run, rows), rows.answer)
+    traces = collect(run.forward, rows, projections)
+    walked = walk_rows(accepted_everywhere(run.forward, rows), rows.answer)
     assert len(traces.accepted) == sum(w.steps for w in walked)
     assert (np.bincount(traces.prompt) == [w.steps for w in walked]).all()
     ids, first, _ = tensors(rows)

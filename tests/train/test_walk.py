@@ -18,7 +18,7 @@ def test_walk_moves_by_accepted_plus_one():
 
 def test_accepted_everywhere_equals_single_passes():
     run, rows = trainer(rows=4, anchors=40), tiny_rows(seed=4)
-    accepted = accepted_everywhere(run, rows)
+    accepted = accepted_everywhere(run.forward, rows)
     ids, first, answer = tensors(rows)
     for row in (0, 5):
         for p in range(1, 100, 7):

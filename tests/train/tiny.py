@@ -7,8 +7,8 @@ from dscale.config import AnchorLayout, DecoderConfig, DrafterConfig, TargetConf
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.loader import random_target
-from dscale.train.corpus import PackedRows
 from dscale.train.drafter import initialise
+from dscale.train.rows import PackedRows
 
 VOCAB = 61
 
@@ -45,7 +45,7 @@ def tiny_rows(count: int = 6, length: int = 128, seed: int = 0) -> PackedRows:
             first[row, at : at + end] = at
             answer[row, at + 5 : at + end] = True
             at += end
-    return PackedRows(ids, first, answer)
+    return PackedRows.plain(ids, first, answer)
 
 
 def tensors(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

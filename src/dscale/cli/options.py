@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
+    from dscale.train.artifacts import Report
     from dscale.engine.llm import LLM
 
 Model = Annotated[str, typer.Option("-m", "--model", help="Folder, hub id, GGUF file or alias (smollm2-135m).")]
@@ -80,3 +81,17 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+@contextmanager
+def reporting() -> Iterator[Report]:
+    """A Report (train/artifacts.py) that keeps a progress bar per thing being done; silent off a terminal."""
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: float, total: float | None = None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield report

@@ -1,8 +1,4 @@
-"""From scripts to a training corpus: tokenise, let the target talk, drop what must not be in it, pack into rows.
-
-A packed row holds several conversations side by side; `first` says where the conversation of a position begins, so that
-attention stays inside it and its positions count from 0. On disk a corpus is one .npz shard per process and a manifest.
-"""
+"""From scripts to a training corpus: tokenise, let the target talk, drop what must not be in it, pack into rows."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from dscale.models.loader import load_target
 from dscale.models.tokenizer import Tokenizer
 from dscale.train.generation import Conversations, GenerationConfig, LaneGenerator, TokenScripts, generate, join
 from dscale.train.prompts import HEADERS_AND_SUFFIXES, PromptMix, Script, scripts
+from dscale.train.rows import PackedRows, write_rows
 
 MARK = "USERTURN"
 OVERLAP = 13  # tokens in a row that an evaluation prompt and a training prompt may not share
@@ -42,16 +39,6 @@ class CorpusConfig:
         require(0 <= self.greedy <= 1, f"corpus.greedy: {self.greedy} must lie in [0, 1]")
         require(0 <= self.heldout < 1, f"corpus.heldout: {self.heldout} must lie in [0, 1)")
         require(self.row > 0 and self.row % 128 == 0, f"corpus.row: {self.row} must be a multiple of 128")
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """ids int32, first int32, answer bool, all [R, L]. Padding positions are conversations of one token, not "
-    "supervised."""
-
-    ids: np.ndarray
-    first: np.ndarray
-    answer: np.ndarray
 
 
 def turn_frame(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -157,8 +144,13 @@ def select(
     return {name: np.array(chosen, np.int64) for name, chosen in rows.items()}
 
 
-def pack(talks: Conversations, rows: np.ndarray, length: int, seed: int = 0, bins: int = 64) -> PackedRows:
-    """Conversations into rows of `length` tokens: best fit over `bins` open rows, in random order."""
+def pack(
+    talks: Conversations, rows: np.ndarray, length: int, greedy: np.ndarray, seed: int = 0, bins: int = 64
+) -> PackedRows:
+    """Conversations into rows of `length` tokens: best fit over `bins` open rows, in random order.
+
+    greedy bool: which of `talks` were answered at temperature 0. The prompt's id is the script's number.
+    """
     order = np.random.default_rng(seed).permutation(rows)
     room = np.full(bins, length, np.int64)
     open_rows: list[list[int]] = [[] for _ in range(bins)]
@@ -174,10 +166,10 @@ def pack(talks: Conversations, rows: np.ndarray, length: int, seed: int = 0, bin
         open_rows[at].append(int(row))
         room[at] -= need
     filled += [row for row in open_rows if row]
-    return _lay_out(talks, filled, length)
+    return _lay_out(talks, filled, length, greedy)
 
 
-def _lay_out(talks: Conversations, filled: list[list[int]], length: int) -> PackedRows:
+def _lay_out(talks: Conversations, filled: list[list[int]], length: int, greedy: np.ndarray) -> PackedRows:
     ids = np.zeros((len(filled), length), np.int32)
     first = np.tile(np.arange(length, dtype=np.int32), (len(filled), 1))
     answer = np.zeros((len(filled), length), bool)
@@ -189,22 +181,8 @@ def _lay_out(talks: Conversations, filled: list[list[int]], length: int) -> Pack
             first[row, at : at + end] = at
             answer[row, at + start : at + end] = True
             at += end
-    return PackedRows(ids, first, answer)
-
-
-def save_rows(rows: PackedRows, path: Path) -> None:
-    """One shard: ids as uint16, first as uint16, answer as bits."""
-    np.savez(
-        path, ids=rows.ids.astype(np.uint16), first=rows.first.astype(np.uint16), answer=np.packbits(rows.answer, 1)
-    )
-
-
-def load_rows(path: Path) -> PackedRows:
-    """Read what save_rows wrote."""
-    require(path.is_file(), f"{path}: no such corpus shard")
-    with np.load(path) as data:
-        ids, first = data["ids"].astype(np.int32), data["first"].astype(np.int32)
-        return PackedRows(ids, first, np.unpackbits(data["answer"], 1, count=ids.shape[1]).astype(bool))
+    order = np.array([member for members in filled for member in members], np.int64)
+    return PackedRows(ids, first, answer, talks.script[order], greedy[order])
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -225,7 +203,8 @@ def build(
     talks = join(list(generate(generator, wanted, deadline, keep_cut=32)))
     generated = time.monotonic()
     chosen = select(talks, config, int(wanted.tail_length.min()), refused)
-    packed = {name: pack(talks, rows, config.row) for name, rows in chosen.items() if len(rows)}
+    greedy = wanted.temperature[talks.script] == 0
+    packed = {name: pack(talks, rows, config.row, greedy) for name, rows in chosen.items() if len(rows)}
     figures = {
         "seconds_generating": generated - started,
         "seconds_packing": time.monotonic() - generated,
@@ -261,7 +240,7 @@ def main() -> None:
     packed, _, _, figures = build(generator, tokens, config, refused)
     asked.out.mkdir(parents=True, exist_ok=True)
     for name, rows in packed.items():
-        save_rows(rows, asked.out / f"{name}-0.npz")
+        write_rows(asked.out, f"{name}-0.safetensors", rows, name)
     manifest = {"target": asked.target, "mix": asdict(mix), "corpus": asdict(config), "generation": asdict(lane)}
     (asked.out / "manifest.json").write_text(json.dumps(manifest | {"figures": figures}, indent=2))
     print(json.dumps(figures, indent=2))

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dscale.config import AnchorLayout, DecoderConfig, DrafterConfig, RopeConfig, require
-from dscale.layers.rotary import rotary_table
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import save_drafter, target_hashes
 from dscale.models.loader import load_target
-from dscale.train.anchors import (
-    TILE,
-    Anchors,
-    Tiles,
-    block_inputs,
-    block_labels,
-    block_tiles,
-    dense_block_mask,
-    dense_row_mask,
-    flex_block_mask,
-    flex_row_mask,
-    row_tiles,
-    sample_anchors,
-)  # fmt: skip
-from dscale.train.block_attention import BlockAttention, Mask, PackedAttention
-from dscale.train.corpus import PackedRows, load_rows
+from dscale.train.anchors import sample_anchors
+from dscale.train.forward import BlockForward, ForwardConfig
 from dscale.train.loss import block_loss, chunk_terms, slot_weights
 from dscale.train.optimizer import Optimizer
+from dscale.train.rows import PackedRows, load_part, take_rows
 
 
 @dataclass(frozen=True)
@@ -154,19 +140,10 @@ class DrafterTrainer:
         require(
             config.rows <= len(self.ids), f"train.rows: {config.rows} is more than the corpus has ({len(self.ids)})"
         )
-        decoder = target.config.decoder
-        width = drafter.config.block_size
-        self.table = rotary_table(decoder.rope, decoder.head_dim, self.length + width, device)
-        flex = config.attention == "flex" or (config.attention == "auto" and device.type == "cuda")
-        tiled = self.length % TILE == 0 and config.anchors * width % TILE == 0 and TILE % width == 0
-        require(
-            not flex or tiled,
-            f"train.anchors: rows of {self.length} and {config.anchors}·{width} must be multiples of {TILE}",
-        )
-        self.flex = flex
         use_compile = config.compile and device.type == "cuda"
-        compiled: Callable = (lambda f: torch.compile(f, dynamic=False)) if use_compile else (lambda f: f)
-        self.taps, self.hidden, self.terms = compiled(self._taps), compiled(self._hidden), compiled(chunk_terms)
+        shape = ForwardConfig(self.length, config.rows, config.anchors, config.attention, config.compile)
+        self.forward = BlockForward(target, drafter, shape)
+        self.terms: Callable = torch.compile(chunk_terms, dynamic=False) if use_compile else chunk_terms
         self.optimizer = Optimizer(drafter, config.optimizer, config.betas, use_compile)
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.step_index, self.elapsed, self.progress = 0, 0.0, 0.0
@@ -175,44 +152,6 @@ class DrafterTrainer:
         self.order: tuple[int, Tensor] | None = None
 
     # -- one step ---------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _taps(self, ids: Tensor, first: Tensor, tiles: Tiles | None) -> Tensor:
-        """Packed rows [R, L] → taps [R·L, T·H]."""
-        at = torch.arange(self.length, device=ids.device)
-        angles = self.table[(at - first).flatten()]
-        mask = dense_row_mask(first) if tiles is None else flex_row_mask(tiles, first)
-        attend = PackedAttention(self.target.config.decoder, angles, ids.shape[0], mask)
-        taps = self.target(ids.flatten(), attend, self.drafter.config.taps)[1]
-        assert taps is not None
-        return taps
-
-    def _hidden(
-        self, taps: Tensor, inputs: Tensor, positions: Tensor, first: Tensor, anchors: Anchors, tiles: Tiles | None
-    ) -> Tensor:
-        """Taps and block inputs [R, A, W] → hidden of slots 1 … W-1 after the final norm [R, A, W-1, H]."""
-        rows, count, width = inputs.shape
-        at = torch.arange(self.length, device=inputs.device)
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type == "cuda"):
-            if tiles is None:
-                mask: Mask = dense_block_mask(anchors, self.length, width)
-            else:
-                mask = flex_block_mask(tiles, anchors, self.length, width)
-            context = self.drafter.context(taps)
-            angles = self.table[(at - first).flatten()], self.table[positions.flatten()]
-            attend = BlockAttention(self.drafter, context, *angles, rows, mask)
-            hidden = self.drafter(self.target.embed(inputs.flatten()), attend)
-        return hidden.view(rows, count, width, -1)[:, :, 1:]
-
-    def forward(self, ids: Tensor, first: Tensor, answer: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor, Tensor]:
-        """(hidden [R, A, W-1, H], label tokens, supervised) of the blocks at these anchors."""
-        width = self.drafter.config.block_size
-        labels = block_labels(ids, answer, first, anchors, width)
-        inputs, positions = block_inputs(ids, anchors, width, self.drafter.config.mask_token_id)
-        rows = row_tiles(first) if self.flex else None
-        blocks = block_tiles(anchors, self.length, width) if self.flex else None
-        hidden = self.hidden(self.taps(ids, first, rows), inputs, positions, first, anchors, blocks)
-        return hidden, labels.token, labels.supervised
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """This step's rows: an own random order of the corpus for every pass over it."""
@@ -389,11 +328,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def load_shards(folder: Path, world: World) -> PackedRows:
-    """This process's share of all train-*.npz of a corpus."""
-    shards = [load_rows(path) for path in sorted(folder.glob("train-*.npz"))]
-    require(bool(shards), f"{folder}: no train-*.npz; make a corpus with python -m dscale.train.corpus")
-    joined = (np.concatenate([getattr(shard, f.name) for shard in shards]) for f in fields(PackedRows))
-    return PackedRows(*(part[world.rank :: world.size] for part in joined))
+    """This process's share of a corpus's training rows."""
+    rows = load_part(folder, "train")
+    return take_rows(rows, np.arange(world.rank, len(rows), world.size))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from dscale.config import require
 from dscale.kernels.top_logits import top_logits
 from dscale.speculation.features import GROUPS, FeatureProjections, draft_features
 from dscale.train.anchors import Anchors
-from dscale.train.corpus import PackedRows
-from dscale.train.drafter import DrafterTrainer
-from dscale.train.walk import accepted_everywhere, answers
+from dscale.train.forward import BlockForward
+from dscale.train.rows import PackedRows, answers
+from dscale.train.walk import accepted_everywhere
 
 LANES = 8  # live requests written into the features; acceptance does not depend on it
 
@@ -67,41 +67,41 @@ def walk_stops(accepted: np.ndarray, rows: PackedRows) -> list[list[tuple[int, i
 
 
 def collect(
-    trainer: DrafterTrainer, rows: PackedRows, projections: FeatureProjections, groups: tuple[str, ...] = GROUPS
+    forward: BlockForward, rows: PackedRows, projections: FeatureProjections, groups: tuple[str, ...] = GROUPS
 ) -> Traces:
-    """Walk packed rows of greedy answers and record every step; rows must be as long as the trainer's."""
-    accepted = accepted_everywhere(trainer, rows)
+    """Walk packed rows of greedy answers and record every step; rows must be as long as the pass's."""
+    accepted = accepted_everywhere(forward, rows)
     stops = walk_stops(accepted, rows)
-    count, step = trainer.config.anchors, trainer.config.rows
+    count, step = forward.config.anchors, forward.config.rows
     parts: list[Traces] = []
     for start in range(0, len(stops), step):
         picked = np.minimum(np.arange(start, start + step), len(stops) - 1)
         longest = max(len(stops[row]) for row in picked)
         for left in range(0, longest, count):
             chosen = [stops[row][left : left + count] if start + i < len(stops) else [] for i, row in enumerate(picked)]
-            parts.append(_record(trainer, rows, picked, chosen, accepted, projections, groups))
+            parts.append(_record(forward, rows, picked, chosen, accepted, projections, groups))
     return Traces(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Traces)))
 
 
 def _record(
-    trainer: DrafterTrainer, rows: PackedRows, picked: np.ndarray, chosen: list[list[tuple[int, int, int]]],
+    forward: BlockForward, rows: PackedRows, picked: np.ndarray, chosen: list[list[tuple[int, int, int]]],
     accepted: np.ndarray, projections: FeatureProjections, groups: tuple[str, ...],
 ) -> Traces:  # fmt: skip
-    device = trainer.ids.device
+    device = forward.device
     ids, first, answer = (torch.from_numpy(part[picked]).to(device) for part in (rows.ids, rows.first, rows.answer))
-    position = np.full((len(picked), trainer.config.anchors), trainer.length - 1, np.int64)
+    position = np.full((len(picked), forward.config.anchors), forward.config.length - 1, np.int64)
     for row, found in enumerate(chosen):
         position[row, : len(found)] = [stop[0] for stop in found]
     at = torch.from_numpy(position).to(device)
     live = torch.zeros(position.shape, dtype=torch.bool)
     for row, found in enumerate(chosen):
         live[row, : len(found)] = True
-    hidden, _, _ = trainer.forward(ids, first, answer, Anchors(at, first.gather(1, at).long(), live.to(device)))
+    hidden, _, _ = forward(ids, first, answer, Anchors(at, first.gather(1, at).long(), live.to(device)))
     kept = hidden.detach()[live.to(device)]
     flat = np.array([stop for found in chosen for stop in found], np.int64).reshape(-1, 3)
     depth = np.array([accepted[picked[row], stop[0]] for row, found in enumerate(chosen) for stop in found], np.int16)
     initial = torch.from_numpy(flat[:, 2] == 0).to(device)
-    features = _features(trainer.target.head.weight, kept, initial, projections, groups)
+    features = _features(forward.target.head.weight, kept, initial, projections, groups)
     return Traces(features, depth, flat[:, 1].astype(np.int32), flat[:, 2].astype(np.int32))
 
 

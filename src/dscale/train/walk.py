@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dscale.train.anchors import Anchors, valid_anchors
-from dscale.train.corpus import PackedRows
-from dscale.train.drafter import DrafterTrainer
+from dscale.train.anchors import Anchors, block_labels, valid_anchors
+from dscale.train.forward import BlockForward
+from dscale.train.rows import PackedRows, answers
 
 
 class Walked(NamedTuple):
@@ -25,37 +25,44 @@ class Walked(NamedTuple):
     steps: int
 
 
-def accepted_everywhere(trainer: DrafterTrainer, rows: PackedRows) -> np.ndarray:
-    """int8 [R, L]: accepted drafts at every valid anchor of packed rows as long as the trainer's, -1 elsewhere.
+@torch.no_grad()
+def accepted_everywhere(forward: BlockForward, rows: PackedRows) -> np.ndarray:
+    """int16 [R, L]: accepted drafts at every valid anchor of packed rows as long as the pass's, -1 elsewhere.
 
-    Uses the training forward pass, compiled or not, with anchors side by side, `anchors` of a row at a time.
+    Anchors go side by side, as many of a row at a time as the pass takes.
     """
-    out = np.full(rows.ids.shape, -1, np.int8)
-    count, step = trainer.config.anchors, trainer.config.rows
+    out = np.full(rows.ids.shape, -1, np.int16)
+    count, step, length = forward.config.anchors, forward.config.rows, forward.config.length
     for start in range(0, len(out), step):
         real = min(step, len(out) - start)
         picked = np.minimum(np.arange(start, start + step), len(out) - 1)
-        device = trainer.ids.device
-        ids, first, answer = (torch.from_numpy(part[picked]).to(device) for part in (rows.ids, rows.first, rows.answer))
-        for left in range(0, trainer.length, count):
-            accepted = _accepted_at(trainer, ids, first, answer, left)[:real, : trainer.length - left]
-            out[start : start + real, left : left + count] = accepted.to(torch.int8).cpu().numpy()
+        batch = (torch.from_numpy(part[picked]).to(forward.device) for part in (rows.ids, rows.first, rows.answer))
+        ids, first, answer = batch
+        taps = forward.taps(ids, first)
+        for left in range(0, length, count):
+            accepted = _accepted_at(forward, ids, first, answer, taps, left)[:real, : length - left]
+            out[start : start + real, left : left + count] = accepted.to(torch.int16).cpu().numpy()
     return out
 
 
-def _accepted_at(trainer: DrafterTrainer, ids: Tensor, first: Tensor, answer: Tensor, left: int) -> Tensor:
+def _accepted_at(forward: BlockForward, ids: Tensor, first: Tensor, answer: Tensor, taps: Tensor, left: int) -> Tensor:
     """Accepted drafts [R, A] of the anchors left … left + A - 1, -1 where that is no valid anchor."""
-    config, head = trainer.config, trainer.target.head.weight
-    position = torch.arange(left, left + config.anchors, device=ids.device).clamp(max=trainer.length - 1)
+    last = forward.config.length - 1
+    position = torch.arange(left, left + forward.config.anchors, device=ids.device).clamp(max=last)
     position = position.expand(len(ids), -1).contiguous()
     live = valid_anchors(answer, first).gather(1, position)
-    hidden, token, supervised = trainer.forward(
-        ids, first, answer, Anchors(position, first.gather(1, position).long(), live)
-    )
-    flat = hidden.detach().flatten(0, 2).to(head.dtype)
-    drafts = torch.cat([(part @ head.t()).argmax(-1) for part in flat.chunk(config.chunks)]).view(token.shape)
-    same = (drafts == token) & supervised
+    anchors = Anchors(position, first.gather(1, position).long(), live)
+    labels = block_labels(ids, answer, first, anchors, forward.width)
+    drafts = top_drafts(forward, forward.hidden(ids, first, anchors, taps))
+    same = (drafts == labels.token) & labels.supervised
     return torch.where(live, same.int().cumprod(-1).sum(-1), -1)
+
+
+def top_drafts(forward: BlockForward, hidden: Tensor, chunk: int = 16384) -> Tensor:
+    """The head's best token at every hidden row: [..., H] → int64 [...], the vocabulary `chunk` rows at a time."""
+    head = forward.target.head.weight
+    flat = hidden.flatten(0, -2).to(head.dtype)
+    return torch.cat([(part @ head.t()).argmax(-1) for part in flat.split(chunk)]).view(hidden.shape[:-1])
 
 
 def walk(accepted: np.ndarray, start: int, end: int) -> Walked:
@@ -65,12 +72,6 @@ def walk(accepted: np.ndarray, start: int, end: int) -> Walked:
         at += int(accepted[at]) + 1
         steps += 1
     return Walked(end - start, steps)
-
-
-def answers(supervised: np.ndarray) -> list[tuple[int, int]]:
-    """(start, end) of every answer in one packed row [L]."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], supervised.astype(np.int8), [0]])))
-    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def walk_rows(accepted: np.ndarray, answer: np.ndarray) -> list[Walked]:
