@@ -8,6 +8,7 @@ import typer
 
 from dscale.cli.chat import chat
 from dscale.cli.demo import demo
+from dscale.cli.evaluate import app as evaluate
 from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
 from dscale.config import InputError
@@ -24,6 +25,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 app.command()(inspect)
+app.add_typer(evaluate)
 
 
 def run() -> None:
