@@ -32,7 +32,6 @@ from dscale.engine.request import Request, Status
 from dscale.engine.scheduler import Scheduler
 from dscale.engine.worker import Worker
 from dscale.kernels import native
-from dscale.models.aliases import shipped_drafter, shipped_predictor
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
@@ -49,11 +48,11 @@ OnFinish = Callable[[int, RequestOutput], None]
 class LLM:
     """A target, optionally with a drafter and a predictor, ready to generate.
 
-    model: folder, hub id, GGUF file or alias. drafter and predictor: "auto" takes the shipped one of a known alias,
-    None or "none" goes without, else a folder or a loaded object. policy: see dscale.config.POLICIES; `auto` without a
-    drafter is `off`. width: block width W, anchor included (None: the drafter's own). slots: verified rows per request
-    of `dvl` and `confidence`. Other options are fields of EngineConfig. InputError in one line for anything that does
-    not fit together.
+    model: folder, hub id, GGUF file, alias or bundle. drafter and predictor: "auto" takes the bundle's, or the one that
+    ships for an alias; None or "none" goes without; else a folder or a loaded object. policy: see
+    dscale.config.POLICIES; `auto` without a drafter is `off`. width: block width W, anchor included (None: the
+    drafter's own). slots: verified rows per request of `dvl` and `confidence`. Other options are fields of
+    EngineConfig. InputError in one line for anything that does not fit together.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class LLM:
             self._drafter_source = drafter
             drafter.prepare()
             return drafter
-        path = shipped_drafter(self.loaded.alias) if drafter == "auto" else None if drafter == "none" else drafter
+        path = self.loaded.own_drafter if drafter == "auto" else None if drafter == "none" else drafter
         if path is None:
             known = self.speculation.policy == "auto"
             require(known, f"policy {self.speculation.policy!r} needs a drafter; give one with --drafter, or use off")
@@ -95,7 +94,7 @@ class LLM:
 
     def _find_predictor(self, predictor: str | Predictor | None) -> str | Predictor | None:
         if predictor == "auto":
-            shipped = shipped_predictor(self.loaded.alias)
+            shipped = self.loaded.own_predictor
             fits = shipped and self.drafter and read_config(shipped).drafter_hash == drafter_hash(self._drafter_source)
             return str(shipped) if fits else None
         return None if predictor == "none" else predictor

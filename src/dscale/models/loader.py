@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from dscale.config import InputError, TargetConfig, require
-from dscale.models.aliases import ALIASES, alias_folder
+from dscale.models.aliases import ALIASES, alias_folder, shipped_drafter, shipped_predictor
+from dscale.models.bundle import Bundle, is_bundle, read_bundle
 from dscale.models.checkpoint import SafetensorsCheckpoint, load_parameters, read_json
 from dscale.models.decoder import Target
 from dscale.models.families import target_config, target_pieces
@@ -21,24 +22,35 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.tx
 
 @dataclass(frozen=True)
 class LoadedTarget:
-    """A target ready to run. name is what the user gave; alias is set when that was a known alias."""
+    """A target ready to run. name is what the user gave; alias and bundle are set when that was such a thing."""
 
     model: Target
     config: TargetConfig
     tokenizer: Tokenizer
     name: str
     alias: str | None = None
+    bundle: Bundle | None = None
+
+    @property
+    def own_drafter(self) -> Path | None:
+        """Folder of the drafter that comes with it: the bundle's, or the one shipped for an alias."""
+        return self.bundle.drafter if self.bundle else shipped_drafter(self.alias)
+
+    @property
+    def own_predictor(self) -> Path | None:
+        """Folder of the predictor that comes with it."""
+        return self.bundle.predictor if self.bundle else shipped_predictor(self.alias)
 
 
 def load_target(source: str, dtype: torch.dtype, device: str = "cpu") -> LoadedTarget:
     """Load a target and its tokenizer, weights cast to dtype on device, in eval mode without gradients.
 
-    source: a Hugging Face folder, a .gguf file, an alias (see aliases.ALIASES) or a hub id `owner/name`.
+    source: a Hugging Face folder, a .gguf file, an alias (see aliases.ALIASES), a hub id `owner/name`, or a bundle.
     InputError in one line for anything missing, truncated or not supported.
     """
     opened = open_target(source)
     model = build_target(opened.config, opened.tensors, dtype, device)
-    return LoadedTarget(model, opened.config, opened.tokenizer(), source, opened.alias)
+    return LoadedTarget(model, opened.config, opened.tokenizer(), source, opened.alias, opened.bundle)
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class OpenedTarget:
     tensors: SafetensorsCheckpoint | GGUFCheckpoint
     path: Path
     alias: str | None = None
+    bundle: Bundle | None = None
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that goes with it."""
@@ -59,12 +72,14 @@ class OpenedTarget:
 
 def open_target(source: str) -> OpenedTarget:
     """Find a target and read its config; sources as in load_target."""
+    bundle = read_bundle(source) if is_bundle(source) else None
+    source = bundle.target if bundle else source
     alias = source if source in ALIASES and not Path(source).exists() else None
     path = alias_folder(source) if alias else resolve_path(source)
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)
-        return OpenedTarget(gguf_config(checkpoint), checkpoint, path)
-    return OpenedTarget(folder_config(path), SafetensorsCheckpoint(path), path, alias)
+        return OpenedTarget(gguf_config(checkpoint), checkpoint, path, None, bundle)
+    return OpenedTarget(folder_config(path), SafetensorsCheckpoint(path), path, alias, bundle)
 
 
 def resolve_path(source: str) -> Path:
