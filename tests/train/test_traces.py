@@ -1,33 +1,123 @@
-"""Recorded steps against the walk and against features of single passes."""
+"""Trace folders read back, and recorded steps against the walk and against features of single passes."""
+
+import json
 
 import numpy as np
+import pytest
 import torch
 
+from dscale.config import InputError
 from dscale.kernels.top_logits import top_logits
-from dscale.speculation.features import FeatureProjections, draft_features
+from dscale.speculation.features import GROUPS, FeatureProjections, draft_features, feature_size
+from dscale.train.artifacts import Stage
 from dscale.train.rows import answers
-from dscale.train.traces import LANES, Traces, collect
+from dscale.train.trace_walk import FeatureReader, collect
+from dscale.train.traces import TRACES, Traces, check_groups, join_traces, write_traces
 from dscale.train.walk import accepted_everywhere, walk_rows
 
 from .test_drafter import hidden_of_one_anchor, trainer
 from .tiny import tensors, tiny_rows
 
+CONFIDENCE = FeatureReader(("confidence", "context"), None)
 
-def test_every_step_of_the_walk_is_recorded_with_its_own_features(tmp_path):
+
+def made_up(request: list[int], groups=("confidence",), width=4, seed=0) -> Traces:
+    rng = np.random.default_rng(seed)
+    count = len(request)
+    return Traces(
+        features=rng.normal(size=(count, feature_size(width, groups))).astype(np.float16),
+        drafts=rng.integers(0, 50, (count, width - 1)).astype(np.int32),
+        accepted=rng.integers(0, width, count).astype(np.int16),
+        slots=np.full(count, width, np.int16),
+        request=np.array(request, np.int32),
+        prompt=np.array(request, np.int64) + (1 << 40),
+        position=np.arange(count, dtype=np.int32),
+        workload=np.zeros(count, np.int16),
+        groups=groups,
+        width=width,
+        workloads=("a",),
+    )
+
+
+def write_folder(folder, parts: list[Traces]) -> Stage:
+    first = parts[0]
+    inputs = {"groups": list(first.groups), "width": first.width, "workloads": list(first.workloads)}
+    stage = Stage.open(folder, TRACES, inputs)
+    for number, part in enumerate(parts):
+        stage.add(write_traces(folder, f"traces-{number:05d}.safetensors", part))
+    stage.finish({})
+    return stage
+
+
+def test_folder_holds_what_was_written(tmp_path):
+    parts = [made_up([0, 0, 1]), made_up([2, 3, 3, 3], seed=1)]
+    stage = write_folder(tmp_path, parts)
+    found, whole = Traces.open(tmp_path), join_traces(parts)
+    assert (found.groups, found.width, found.workloads) == (("confidence",), 4, ("a",))
+    for name, array in whole.arrays().items():
+        assert np.array_equal(getattr(found, name), array), name
+        assert getattr(found, name).dtype == array.dtype
+    assert [shard.counts["requests"] for shard in stage.shards] == [2, 2]
+    some = found.select(found.request == 3)
+    assert (len(some), some.workloads) == (3, ("a",))
+
+
+def test_damage_is_named_in_one_line(tmp_path):
+    write_folder(tmp_path, [made_up([0, 1])])
+    shard = tmp_path / "traces-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match="corrupt"):
+        Traces.open(tmp_path)
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["inputs"]["width"] = 5
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="not those of width 5"):
+        Traces.open(tmp_path)
+
+
+def test_groups_come_in_the_order_of_their_features():
+    assert check_groups(("context", "confidence")) == ("confidence", "context")
+    with pytest.raises(InputError, match="groups: moon; allowed are"):
+        check_groups(("moon",))
+
+
+@pytest.mark.parametrize("anchors", [1, 24])
+def test_every_step_of_the_walk_is_recorded_with_its_own_features(anchors):
     run, rows = trainer(rows=4, anchors=24), tiny_rows(seed=5)
-    projections = FeatureProjections.build(run.target.head.weight, 0)
-    traces = collect(run.forward, rows, projections)
-    walked = walk_rows(accepted_everywhere(run.forward, rows), rows.answer)
-    assert len(traces.accepted) == sum(w.steps for w in walked)
-    assert (np.bincount(traces.prompt) == [w.steps for w in walked]).all()
+    forward = run.forward if anchors == 24 else trainer(rows=4, anchors=anchors).forward
+    reader = FeatureReader(GROUPS, FeatureProjections.build(run.target.head.weight, 0), lanes=5)
+    traces = collect(forward, rows, reader)
+    everywhere = accepted_everywhere(run.forward, rows)
+    walked = walk_rows(everywhere, rows.answer)
+    assert (np.bincount(traces.request) == [w.steps for w in walked]).all()
     ids, first, _ = tensors(rows)
-    record = int(np.flatnonzero((traces.prompt == 1) & (traces.position > 0))[0])
-    start = answers(rows.answer[0])[1][0]
-    p = start - 1 + int(traces.position[record])
+    places = [(row, *edges) for row in range(len(rows)) for edges in answers(rows.answer[row])]
+    for record in range(len(traces)):
+        row, start, end = places[traces.request[record]]
+        p = start - 1 + int(traces.position[record])
+        assert traces.accepted[record] == everywhere[row, p]
+        left = end - 1 - p
+        censored = left < 3 and traces.accepted[record] == left
+        assert traces.slots[record] == (left + 1 if censored else 4)
+        assert traces.exact[record] != censored
+    record = int(np.flatnonzero((traces.request == 1) & (traces.position > 0))[0])
+    p = answers(rows.answer[0])[1][0] - 1 + int(traces.position[record])
     with torch.no_grad():
         hidden = hidden_of_one_anchor(run, ids, first, 0, p)[None]
         top = top_logits(run.target.logits(hidden))
-        alone = draft_features(top, hidden, LANES, torch.tensor([False]), projections)[0]
+        alone = draft_features(top, hidden, 5, torch.tensor([False]), reader.projections)[0]
     assert np.allclose(traces.features[record], alone.numpy(), atol=0.02)
-    traces.save(tmp_path / "traces.npz")
-    assert np.array_equal(Traces.load(tmp_path / "traces.npz").accepted, traces.accepted)
+    assert traces.drafts[record].tolist() == top.ids[0, :, 0].tolist()
+
+
+def test_only_greedy_and_wanted_conversations_are_walked():
+    run, rows = trainer(rows=4, anchors=24), tiny_rows(seed=5)
+    rows.greedy[::2] = False
+    wanted = np.arange(len(rows.prompt)) < 4
+    traces = collect(run.forward, rows, CONFIDENCE, wanted)
+    assert sorted(set(traces.prompt.tolist())) == [1, 3]
+    assert sorted(set(traces.request.tolist())) == [0, 1]

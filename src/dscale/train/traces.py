@@ -1,122 +1,135 @@
-"""Full-width verification traces for the acceptance predictor: what a greedy server would have seen at every step.
+"""Traces: what was known of a draft block before its verification, and how many of its drafts were then accepted.
 
-Each conversation is walked with re-anchoring (walk.py); at every anchor the walk stops at, the draft's features, the
-accepted length, the prompt and the position are kept. Prompts must be ones that the drafter was not trained on.
+One record per request and step: the features a predictor sees (speculation/features.py), the drafts, the accepted
+length, and where it happened. On disk a folder (artifacts.Stage of schema TRACES) with one shard per chunk of
+conversations; trace_run.py makes one from a corpus or from prompts, LiveTraces from whatever traffic an engine has.
+
+Censoring: slots is the number of rows that could show something, the anchor's included. accepted < slots - 1 is exact,
+and so is accepted = W - 1; accepted = slots - 1 < W - 1 says "at least that many": either fewer rows than the block has
+were verified, or the answer ended inside the block with an accepted draft, and nobody knows how it would have gone on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dscale.config import require
-from dscale.kernels.top_logits import top_logits
-from dscale.speculation.features import GROUPS, FeatureProjections, draft_features
-from dscale.train.anchors import Anchors
-from dscale.train.forward import BlockForward
-from dscale.train.rows import PackedRows, answers
-from dscale.train.walk import accepted_everywhere
+from dscale.speculation.features import GROUPS, feature_size
+from dscale.train.artifacts import Shard, Stage, read_shard, write_shard
 
-LANES = 8  # live requests written into the features; acceptance does not depend on it
+TRACES = "dscale.traces/1"
+DTYPES = {
+    "features": np.float16,
+    "drafts": np.int32,
+    "accepted": np.int16,
+    "slots": np.int16,
+    "request": np.int32,
+    "prompt": np.int64,
+    "position": np.int32,
+    "workload": np.int16,
+}
 
 
 @dataclass(frozen=True)
 class Traces:
-    """features float16 [N, F]; accepted int16, prompt int32, position int32 [N] (tokens of the answer before the "
-    "step)."""
+    """N records of blocks of `width` rows (W), D = W - 1 drafts each.
+
+    features float16 [N, F], F = feature_size(W, groups); drafts int32 [N, D]; accepted and slots int16 [N] (see the
+    module's text); request int32 [N]: answers numbered within the folder; prompt int64 [N]: id of the prompt, which
+    splits go by; position int32 [N]: answer tokens before the step, 0 at a request's first; workload int16 [N]: index
+    into workloads.
+    """
 
     features: np.ndarray
+    drafts: np.ndarray
     accepted: np.ndarray
+    slots: np.ndarray
+    request: np.ndarray
     prompt: np.ndarray
     position: np.ndarray
+    workload: np.ndarray
+    groups: tuple[str, ...]
+    width: int
+    workloads: tuple[str, ...]
 
-    def save(self, path: Path) -> None:
-        """Write one .npz."""
-        np.savez(path, **{f.name: getattr(self, f.name) for f in fields(self)})
+    def __len__(self) -> int:
+        return len(self.accepted)
 
     @classmethod
-    def load(cls, path: Path) -> Traces:
-        """Read what save wrote."""
-        require(path.is_file(), f"{path}: no such trace file")
-        with np.load(path) as data:
-            return cls(**{f.name: data[f.name] for f in fields(cls)})
+    def open(cls, folder: Path) -> Traces:
+        """All shards of a finished folder, each checked; InputError when one is missing, corrupt or does not fit."""
+        stage = Stage.load(folder, TRACES, complete=True)
+        shards = sorted(stage.shards, key=lambda shard: shard.file)
+        require(bool(shards), f"{folder}: holds no traces")
+        return join_traces([read_traces(folder, shard, stage.inputs) for shard in shards])
+
+    @classmethod
+    def empty(cls, groups: tuple[str, ...], width: int, workloads: tuple[str, ...]) -> Traces:
+        """No records yet."""
+        shapes = {"features": (0, feature_size(width, groups)), "drafts": (0, width - 1)}
+        made = {name: np.zeros(shapes.get(name, (0,)), dtype) for name, dtype in DTYPES.items()}
+        return cls(**made, groups=groups, width=width, workloads=workloads)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays by name, in the types they are stored in."""
+        return {name: getattr(self, name).astype(dtype, copy=False) for name, dtype in DTYPES.items()}
 
     def select(self, rows: np.ndarray) -> Traces:
-        """The records of these rows."""
-        return Traces(*(getattr(self, f.name)[rows] for f in fields(self)))
+        """The records of these rows: numbers or a mask."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in DTYPES})
+
+    @property
+    def exact(self) -> np.ndarray:
+        """Bool [N]: the accepted length is known, not only bounded from below."""
+        return (self.accepted < self.slots - 1) | (self.accepted == self.width - 1)
 
 
-def walk_stops(accepted: np.ndarray, rows: PackedRows) -> list[list[tuple[int, int, int]]]:
-    """Per packed row: (anchor, conversation, tokens of the answer before the step) of every step of the walk."""
-    stops: list[list[tuple[int, int, int]]] = []
-    number = 0
-    for row in range(len(accepted)):
-        found = []
-        for start, end in answers(rows.answer[row]):
-            at = start - 1
-            while at < end - 1:
-                found.append((at, number, at + 1 - start))
-                at += int(accepted[row, at]) + 1
-            number += 1
-        stops.append(found)
-    return stops
+def join_traces(parts: list[Traces]) -> Traces:
+    """Records of several traces of one kind, in order."""
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in DTYPES}
+    return replace(parts[0], **joined)
 
 
-def collect(
-    forward: BlockForward, rows: PackedRows, projections: FeatureProjections, groups: tuple[str, ...] = GROUPS
-) -> Traces:
-    """Walk packed rows of greedy answers and record every step; rows must be as long as the pass's."""
-    accepted = accepted_everywhere(forward, rows)
-    stops = walk_stops(accepted, rows)
-    count, step = forward.config.anchors, forward.config.rows
-    parts: list[Traces] = []
-    for start in range(0, len(stops), step):
-        picked = np.minimum(np.arange(start, start + step), len(stops) - 1)
-        longest = max(len(stops[row]) for row in picked)
-        for left in range(0, longest, count):
-            chosen = [stops[row][left : left + count] if start + i < len(stops) else [] for i, row in enumerate(picked)]
-            parts.append(_record(forward, rows, picked, chosen, accepted, projections, groups))
-    return Traces(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Traces)))
+def write_traces(folder: Path, name: str, traces: Traces, part: str = "") -> Shard:
+    """One shard of a trace folder. part: where the records come from."""
+    counts = {
+        "records": len(traces),
+        "requests": len(np.unique(traces.request)),
+        "accepted": int(traces.accepted.sum()),
+    }
+    return write_shard(folder, name, traces.arrays(), part, counts)
 
 
-def _record(
-    forward: BlockForward, rows: PackedRows, picked: np.ndarray, chosen: list[list[tuple[int, int, int]]],
-    accepted: np.ndarray, projections: FeatureProjections, groups: tuple[str, ...],
-) -> Traces:  # fmt: skip
-    device = forward.device
-    ids, first, answer = (torch.from_numpy(part[picked]).to(device) for part in (rows.ids, rows.first, rows.answer))
-    position = np.full((len(picked), forward.config.anchors), forward.config.length - 1, np.int64)
-    for row, found in enumerate(chosen):
-        position[row, : len(found)] = [stop[0] for stop in found]
-    at = torch.from_numpy(position).to(device)
-    live = torch.zeros(position.shape, dtype=torch.bool)
-    for row, found in enumerate(chosen):
-        live[row, : len(found)] = True
-    hidden, _, _ = forward(ids, first, answer, Anchors(at, first.gather(1, at).long(), live.to(device)))
-    kept = hidden.detach()[live.to(device)]
-    flat = np.array([stop for found in chosen for stop in found], np.int64).reshape(-1, 3)
-    depth = np.array([accepted[picked[row], stop[0]] for row, found in enumerate(chosen) for stop in found], np.int16)
-    initial = torch.from_numpy(flat[:, 2] == 0).to(device)
-    features = _features(forward.target.head.weight, kept, initial, projections, groups)
-    return Traces(features, depth, flat[:, 1].astype(np.int32), flat[:, 2].astype(np.int32))
+def read_traces(folder: Path, shard: Shard, inputs: dict[str, Any]) -> Traces:
+    """What write_traces wrote, checked against the folder's inputs (groups, width, workloads)."""
+    arrays = read_shard(folder, shard)
+    where = folder / shard.file
+    missing = [name for name in DTYPES if name not in arrays]
+    require(not missing, f"{where}: has no {', '.join(missing)}; not a shard of traces")
+    known = all(key in inputs for key in ("groups", "workloads", "width"))
+    require(known, f"{folder}: its manifest names no groups, width and workloads; not a folder of traces")
+    groups, workloads, width = tuple(inputs["groups"]), tuple(inputs["workloads"]), int(inputs["width"])
+    traces = Traces(
+        **{name: arrays[name].astype(dtype, copy=False) for name, dtype in DTYPES.items()},
+        groups=groups,
+        width=width,
+        workloads=workloads,
+    )
+    size = feature_size(width, groups)
+    require(
+        traces.features.shape == (len(traces), size) and traces.drafts.shape == (len(traces), width - 1),
+        f"{where}: features {list(traces.features.shape)} and drafts {list(traces.drafts.shape)} are not those of "
+        f"width {width} with {', '.join(groups)} ({size} and {width - 1} columns)",
+    )
+    return traces
 
 
-@torch.no_grad()
-def _features(
-    head: Tensor,
-    hidden: Tensor,
-    initial: Tensor,
-    projections: FeatureProjections,
-    groups: tuple[str, ...],
-    chunk: int = 256,
-) -> np.ndarray:
-    """hidden [N, W-1, H] → features float16 [N, F], the vocabulary in chunks of blocks."""
-    made = []
-    for rows, flags in zip(hidden.split(chunk), initial.split(chunk), strict=True):
-        top = top_logits(rows.to(head.dtype) @ head.t())
-        made.append(draft_features(top, rows, LANES, flags, projections, groups).half().cpu().numpy())
-    return np.concatenate(made) if made else np.zeros((0, 0), np.float16)
+def check_groups(groups: tuple[str, ...]) -> tuple[str, ...]:
+    """Feature groups in the order in which features.py lays them out; InputError for others."""
+    unknown = [group for group in groups if group not in GROUPS]
+    require(not unknown and bool(groups), f"groups: {', '.join(unknown) or 'none'}; allowed are {', '.join(GROUPS)}")
+    return tuple(group for group in GROUPS if group in groups)

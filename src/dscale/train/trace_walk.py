@@ -1,0 +1,162 @@
+"""Traces by the re-anchored walk over packed greedy answers: what a greedy server would have seen, without serving.
+
+All conversations of a batch of rows walk side by side. One pass drafts at every conversation's anchor, the drafts are
+compared with the answer that the target gave, and each anchor moves by accepted + 1, to the end of its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dscale.kernels.top_logits import TopLogits, top_logits
+from dscale.models.decoder import Target
+from dscale.speculation.features import FeatureProjections, draft_features
+from dscale.train.anchors import Anchors, block_labels
+from dscale.train.forward import BlockForward
+from dscale.train.rows import PackedRows, answers
+from dscale.train.traces import DTYPES, Traces, join_traces
+
+HEAD_ROWS = 2048  # rows of logits at once
+HALF = 65504.0  # largest float16
+
+
+@dataclass(frozen=True)
+class FeatureReader:
+    """How features are read off a draft. lanes: live requests written into the batch context.
+
+    projections may be None when groups has neither "hidden" nor "logits".
+    """
+
+    groups: tuple[str, ...]
+    projections: FeatureProjections | None
+    lanes: int = 8
+
+    def read(self, top: TopLogits, hidden: Tensor, initial: Tensor) -> Tensor:
+        """Top logits [N, D, 16] of hidden [N, D, H], first-step flags [N] → features float16 [N, F]."""
+        made = draft_features(top, hidden, self.lanes, initial, self.projections, self.groups)
+        return made.clamp(-HALF, HALF).half()
+
+
+class Talk(NamedTuple):
+    """One conversation of a packed row: its answer is start … end - 1 of the row; number: its place among all."""
+
+    start: int
+    end: int
+    number: int
+    prompt: int
+
+
+def talks_of(rows: PackedRows, wanted: np.ndarray) -> list[list[Talk]]:
+    """Wanted conversations (bool [C]) of every packed row, numbered from 0 in order."""
+    found: list[list[Talk]] = []
+    conversation, number = 0, 0
+    for row in range(len(rows)):
+        talks = []
+        for start, end in answers(rows.answer[row]):
+            if wanted[conversation]:
+                talks.append(Talk(start, end, number, int(rows.prompt[conversation])))
+                number += 1
+            conversation += 1
+        found.append(talks)
+    return found
+
+
+@torch.no_grad()
+def collect(forward: BlockForward, rows: PackedRows, reader: FeatureReader, wanted: np.ndarray | None = None) -> Traces:
+    """Traces of packed rows as long as the pass's, in order of conversation, then position.
+
+    wanted bool [C]: conversations to walk; default the greedy ones. Only of those is the walk what a server does. Their
+    requests are numbered from 0; the only workload is "corpus".
+    """
+    talks = talks_of(rows, rows.greedy if wanted is None else wanted & rows.greedy)
+    count, step, device = forward.config.anchors, forward.config.rows, forward.device
+    parts = [Traces.empty(reader.groups, forward.width, ("corpus",))]
+    for start in range(0, len(rows), step):
+        picked = np.minimum(np.arange(start, start + step), len(rows) - 1)
+        members = [talks[row] if start + place < len(rows) else [] for place, row in enumerate(picked)]
+        if not any(members):
+            continue
+        ids, first, answer = (torch.from_numpy(part[picked]).to(device) for part in (rows.ids, rows.first, rows.answer))
+        batch = Batch(ids, first, answer, forward.taps(ids, first))
+        for left in range(0, max(map(len, members)), count):
+            parts += walk_batch(forward, batch, [row[left : left + count] for row in members], reader)
+    traces = join_traces(parts)
+    return traces.select(np.lexsort((traces.position, traces.request)))
+
+
+class Batch(NamedTuple):
+    """Packed rows on the device: ids, first, answer [R, L] and the target's taps [R·L, T·H] of them."""
+
+    ids: Tensor
+    first: Tensor
+    answer: Tensor
+    taps: Tensor
+
+
+def walk_batch(
+    forward: BlockForward, batch: Batch, members: list[list[Talk]], reader: FeatureReader
+) -> Iterator[Traces]:
+    """Walk at most config.anchors conversations of every row; one piece of traces for each pass."""
+    rows, count, last = len(members), forward.config.anchors, forward.config.length - 1
+    at, stop = np.full((rows, count), last, np.int64), np.zeros((rows, count), np.int64)
+    table = np.array([(t.start, t.end, t.number, t.prompt) for row in members for t in row], np.int64)
+    live = np.array([[place < len(row) for place in range(count)] for row in members])
+    at[live], stop[live] = table[:, 0] - 1, table[:, 1] - 1
+    about = np.zeros((rows, count, 3), np.int64)
+    about[live] = table[:, [0, 2, 3]]
+    while live.any():
+        start, number, prompt = about[live].T
+        position = at[live] + 1 - start
+        features, drafts, accepted, known = _draft(forward, batch, at, live, position == 0, reader)
+        full = (accepted < known) | (known == forward.width - 1)
+        made = {
+            "features": features,
+            "drafts": drafts,
+            "accepted": accepted,
+            "slots": np.where(full, forward.width, known + 1),  # all that was left was accepted: at least that many
+            "request": number,
+            "prompt": prompt,
+            "position": position,
+            "workload": np.zeros(len(number)),
+        }
+        arrays = {name: made[name].astype(dtype) for name, dtype in DTYPES.items()}
+        yield Traces(**arrays, groups=reader.groups, width=forward.width, workloads=("corpus",))
+        at[live] = np.minimum(at[live] + accepted + 1, stop[live])
+        live = live & (at < stop)
+
+
+def _draft(
+    forward: BlockForward, batch: Batch, at: np.ndarray, live: np.ndarray, initial: np.ndarray, reader: FeatureReader
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Features [n, F], drafts [n, D], accepted [n] and labels known [n] at the live anchors of at [R, A]."""
+    device = forward.device
+    position, alive = torch.from_numpy(at).to(device), torch.from_numpy(live).to(device)
+    anchors = Anchors(position, batch.first.gather(1, position).long(), alive)
+    labels = block_labels(batch.ids, batch.answer, batch.first, anchors, forward.width)
+    hidden = forward.hidden(batch.ids, batch.first, anchors, batch.taps)[alive]
+    flags = torch.from_numpy(initial).to(device)
+    read = [
+        read_blocks(forward.target, *piece, reader)
+        for piece in zip(
+            *(part.split(max(1, HEAD_ROWS // (forward.width - 1))) for part in (hidden, flags)), strict=True
+        )
+    ]
+    features, drafts = (torch.cat(column) for column in zip(*read, strict=True))
+    supervised = labels.supervised[alive]
+    same = (drafts == labels.token[alive]) & supervised
+    accepted, known = same.int().cumprod(-1).sum(-1), supervised.sum(-1)
+    features, drafts, accepted, known = (one.cpu().numpy() for one in (features, drafts, accepted, known))
+    return features, drafts, accepted, known
+
+
+def read_blocks(target: Target, hidden: Tensor, initial: Tensor, reader: FeatureReader) -> tuple[Tensor, Tensor]:
+    """Features float16 [n, F] and drafts int64 [n, D] of the drafter's hidden rows [n, D, H]."""
+    rows = hidden.to(target.head.weight.dtype)
+    top = top_logits(target.logits(rows.flatten(0, 1)).view(*hidden.shape[:2], -1))
+    return reader.read(top, rows, initial), top.ids[..., 0]
