@@ -7,10 +7,12 @@ import sys
 import typer
 
 from dscale.cli.chat import chat
+from dscale.cli.check import app as check
 from dscale.cli.demo import demo
 from dscale.cli.evaluate import app as evaluate
 from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
+from dscale.cli.train import app as train
 from dscale.config import InputError
 
 app = typer.Typer(
@@ -26,6 +28,8 @@ app.command()(generate)
 app.command()(chat)
 app.command()(inspect)
 app.add_typer(evaluate)
+app.add_typer(train)
+app.add_typer(check)
 
 
 def run() -> None:
