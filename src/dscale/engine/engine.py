@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dscale.config import SamplingParams, require
+from dscale.engine.recorder import Recorder
 from dscale.engine.request import FinishReason, Request, Status, StepRecord, TokenLogprob
 from dscale.engine.scheduler import Chunk, Scheduler
 from dscale.engine.text import TextStream
@@ -47,6 +48,7 @@ class Engine:
         self.worker, self.scheduler, self.tokenizer = worker, scheduler, tokenizer
         self.max_model_len = max_model_len
         self.counters = EngineCounters()
+        self.recorder: Recorder | None = None
         self._live: dict[str, Request] = {}
         self._alarmed = False
 
@@ -100,6 +102,8 @@ class Engine:
         request = self._live.get(request_id)
         if request is not None:
             self._finish(request, FinishReason.ABORT, None)
+            if self.recorder is not None:
+                self.recorder.finish(request)
 
     def step(self) -> list[Request]:
         """One plan; returns the requests that emitted tokens or ended."""
@@ -198,10 +202,13 @@ class Engine:
         counters.decode_seconds += decoded.seconds
         key = "off" if shape.width == 1 else f"{shape.rows / len(requests):.1f}"
         counters.shapes[key] = counters.shapes.get(key, 0) + 1
-        clean = [not ended and not r.params.edits_logits for r, ended in zip(requests, cut, strict=True)]
+        plain = [not request.params.edits_logits for request in requests]
+        clean = [one and not ended for one, ended in zip(plain, cut, strict=True)]
         draft = decoded.result.draft
         outcome = StepOutcome(shape, draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
         self.worker.policy.observe(outcome)
+        if self.recorder is not None:
+            self.recorder.record(requests, draft, plain)
         if not self._alarmed and counters.drafted_steps >= ALARM_STEPS:
             self._check_acceptance()
 

@@ -28,6 +28,7 @@ from dscale.config import (
 from dscale.engine.engine import Engine
 from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
 from dscale.engine.pages import PagePool, pages_for
+from dscale.engine.recorder import Recorder
 from dscale.engine.request import Request, Status
 from dscale.engine.scheduler import Scheduler
 from dscale.engine.worker import Worker
@@ -51,8 +52,9 @@ class LLM:
     model: folder, hub id, GGUF file, alias or bundle. drafter and predictor: "auto" takes the bundle's, or the one that
     ships for an alias; None or "none" goes without; else a folder or a loaded object. policy: see
     dscale.config.POLICIES; `auto` without a drafter is `off`. width: block width W, anchor included (None: the
-    drafter's own). slots: verified rows per request of `dvl` and `confidence`. Other options are fields of
-    EngineConfig. InputError in one line for anything that does not fit together.
+    drafter's own). slots: verified rows per request of `dvl` and `confidence`. recorder: keeps every verification, for
+    fitting a predictor. Other options are fields of EngineConfig. InputError in one line for anything that does not fit
+    together.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LLM:
         width: int | None = None,
         slots: float = 8.0,
         layout: str | None = None,
+        recorder: Recorder | None = None,
         **engine: Any,
     ) -> None:
         self.speculation = SpeculationConfig(policy, width, slots, layout)
@@ -74,6 +77,9 @@ class LLM:
         self.drafter = self._load_drafter(drafter, device)
         self.predictor = self._find_predictor(predictor)
         self.engine = self._build_engine()
+        if recorder is not None:
+            worker = self.engine.worker
+            worker.policy, self.engine.recorder = recorder.attach(worker.policy, self.loaded.model), recorder
         self._requests = 0
 
     def _load_drafter(self, drafter: str | Drafter | None, device: str) -> Drafter | None:

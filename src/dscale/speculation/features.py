@@ -115,3 +115,26 @@ def draft_features(
     if "context" in groups:
         parts.append(batch_context(lanes, initial))
     return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True)
+class FeatureReader:
+    """Feature rows as they are recorded: float16, of chosen groups.
+
+    projections may be None when groups has neither "hidden" nor "logits".
+    """
+
+    groups: tuple[str, ...]
+    projections: FeatureProjections | None
+
+    @classmethod
+    def build(cls, groups: tuple[str, ...], head_weight: Tensor, seed: int) -> FeatureReader:
+        """A reader for a target's head; projections are made where a group asks for them."""
+        projects = "hidden" in groups or "logits" in groups
+        return cls(groups, FeatureProjections.build(head_weight, seed) if projects else None)
+
+    def read(self, top: TopLogits, hidden: Tensor, lanes: Tensor | int, initial: Tensor) -> Tensor:
+        """Features float16 [N, F]; arguments as of draft_features."""
+        made = draft_features(top, hidden, lanes, initial, self.projections, self.groups)
+        largest = torch.finfo(torch.float16).max
+        return made.clamp(-largest, largest).half()

@@ -7,40 +7,21 @@ compared with the answer that the target gave, and each anchor moves by accepted
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dscale.kernels.top_logits import TopLogits, top_logits
+from dscale.kernels.top_logits import top_logits
 from dscale.models.decoder import Target
-from dscale.speculation.features import FeatureProjections, draft_features
+from dscale.speculation.features import FeatureReader
 from dscale.train.anchors import Anchors, block_labels
 from dscale.train.forward import BlockForward
 from dscale.train.rows import PackedRows, answers
 from dscale.train.traces import DTYPES, Traces, join_traces
 
 HEAD_ROWS = 2048  # rows of logits at once
-HALF = 65504.0  # largest float16
-
-
-@dataclass(frozen=True)
-class FeatureReader:
-    """How features are read off a draft. lanes: live requests written into the batch context.
-
-    projections may be None when groups has neither "hidden" nor "logits".
-    """
-
-    groups: tuple[str, ...]
-    projections: FeatureProjections | None
-    lanes: int = 8
-
-    def read(self, top: TopLogits, hidden: Tensor, initial: Tensor) -> Tensor:
-        """Top logits [N, D, 16] of hidden [N, D, H], first-step flags [N] → features float16 [N, F]."""
-        made = draft_features(top, hidden, self.lanes, initial, self.projections, self.groups)
-        return made.clamp(-HALF, HALF).half()
 
 
 class Talk(NamedTuple):
@@ -68,11 +49,14 @@ def talks_of(rows: PackedRows, wanted: np.ndarray) -> list[list[Talk]]:
 
 
 @torch.no_grad()
-def collect(forward: BlockForward, rows: PackedRows, reader: FeatureReader, wanted: np.ndarray | None = None) -> Traces:
+def collect(
+    forward: BlockForward, rows: PackedRows, reader: FeatureReader, lanes: int = 8, wanted: np.ndarray | None = None
+) -> Traces:
     """Traces of packed rows as long as the pass's, in order of conversation, then position.
 
-    wanted bool [C]: conversations to walk; default the greedy ones. Only of those is the walk what a server does. Their
-    requests are numbered from 0; the only workload is "corpus".
+    lanes: live requests written into the batch context, for the walk has none. wanted bool [C]: conversations to walk,
+    default all; those that were sampled are left out anyway, for only of greedy ones is the walk what a server does.
+    Their requests are numbered from 0; the only workload is "corpus".
     """
     talks = talks_of(rows, rows.greedy if wanted is None else wanted & rows.greedy)
     count, step, device = forward.config.anchors, forward.config.rows, forward.device
@@ -85,7 +69,7 @@ def collect(forward: BlockForward, rows: PackedRows, reader: FeatureReader, want
         ids, first, answer = (torch.from_numpy(part[picked]).to(device) for part in (rows.ids, rows.first, rows.answer))
         batch = Batch(ids, first, answer, forward.taps(ids, first))
         for left in range(0, max(map(len, members)), count):
-            parts += walk_batch(forward, batch, [row[left : left + count] for row in members], reader)
+            parts += walk_batch(forward, batch, [row[left : left + count] for row in members], reader, lanes)
     traces = join_traces(parts)
     return traces.select(np.lexsort((traces.position, traces.request)))
 
@@ -100,7 +84,7 @@ class Batch(NamedTuple):
 
 
 def walk_batch(
-    forward: BlockForward, batch: Batch, members: list[list[Talk]], reader: FeatureReader
+    forward: BlockForward, batch: Batch, members: list[list[Talk]], reader: FeatureReader, lanes: int
 ) -> Iterator[Traces]:
     """Walk at most config.anchors conversations of every row; one piece of traces for each pass."""
     rows, count, last = len(members), forward.config.anchors, forward.config.length - 1
@@ -113,7 +97,7 @@ def walk_batch(
     while live.any():
         start, number, prompt = about[live].T
         position = at[live] + 1 - start
-        features, drafts, accepted, known = _draft(forward, batch, at, live, position == 0, reader)
+        features, drafts, accepted, known = _draft(forward, batch, at, live, position == 0, reader, lanes)
         full = (accepted < known) | (known == forward.width - 1)
         made = {
             "features": features,
@@ -132,31 +116,30 @@ def walk_batch(
 
 
 def _draft(
-    forward: BlockForward, batch: Batch, at: np.ndarray, live: np.ndarray, initial: np.ndarray, reader: FeatureReader
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    forward: BlockForward, batch: Batch, at: np.ndarray, live: np.ndarray, initial: np.ndarray, reader: FeatureReader,
+    lanes: int,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Features [n, F], drafts [n, D], accepted [n] and labels known [n] at the live anchors of at [R, A]."""
     device = forward.device
     position, alive = torch.from_numpy(at).to(device), torch.from_numpy(live).to(device)
     anchors = Anchors(position, batch.first.gather(1, position).long(), alive)
     labels = block_labels(batch.ids, batch.answer, batch.first, anchors, forward.width)
     hidden = forward.hidden(batch.ids, batch.first, anchors, batch.taps)[alive]
-    flags = torch.from_numpy(initial).to(device)
-    read = [
-        read_blocks(forward.target, *piece, reader)
-        for piece in zip(
-            *(part.split(max(1, HEAD_ROWS // (forward.width - 1))) for part in (hidden, flags)), strict=True
-        )
-    ]
+    pieces = (
+        part.split(max(1, HEAD_ROWS // hidden.shape[1])) for part in (hidden, torch.from_numpy(initial).to(device))
+    )
+    read = [read_blocks(forward.target, *piece, reader, lanes) for piece in zip(*pieces, strict=True)]
     features, drafts = (torch.cat(column) for column in zip(*read, strict=True))
     supervised = labels.supervised[alive]
     same = (drafts == labels.token[alive]) & supervised
-    accepted, known = same.int().cumprod(-1).sum(-1), supervised.sum(-1)
-    features, drafts, accepted, known = (one.cpu().numpy() for one in (features, drafts, accepted, known))
-    return features, drafts, accepted, known
+    made = (features, drafts, same.int().cumprod(-1).sum(-1), supervised.sum(-1))
+    return tuple(one.cpu().numpy() for one in made)
 
 
-def read_blocks(target: Target, hidden: Tensor, initial: Tensor, reader: FeatureReader) -> tuple[Tensor, Tensor]:
+def read_blocks(
+    target: Target, hidden: Tensor, initial: Tensor, reader: FeatureReader, lanes: int
+) -> tuple[Tensor, Tensor]:
     """Features float16 [n, F] and drafts int64 [n, D] of the drafter's hidden rows [n, D, H]."""
     rows = hidden.to(target.head.weight.dtype)
     top = top_logits(target.logits(rows.flatten(0, 1)).view(*hidden.shape[:2], -1))
-    return reader.read(top, rows, initial), top.ids[..., 0]
+    return reader.read(top, rows, lanes, initial), top.ids[..., 0]
