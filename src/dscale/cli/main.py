@@ -12,6 +12,7 @@ from dscale.cli.demo import demo
 from dscale.cli.evaluate import app as evaluate
 from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
+from dscale.cli.trace import trace
 from dscale.cli.train import app as train
 from dscale.config import InputError
 
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 app.command()(inspect)
+app.command()(trace)
 app.add_typer(evaluate)
 app.add_typer(train)
 app.add_typer(check)

@@ -125,10 +125,9 @@ def _draft(
     anchors = Anchors(position, batch.first.gather(1, position).long(), alive)
     labels = block_labels(batch.ids, batch.answer, batch.first, anchors, forward.width)
     hidden = forward.hidden(batch.ids, batch.first, anchors, batch.taps)[alive]
-    pieces = (
-        part.split(max(1, HEAD_ROWS // hidden.shape[1])) for part in (hidden, torch.from_numpy(initial).to(device))
-    )
-    read = [read_blocks(forward.target, *piece, reader, lanes) for piece in zip(*pieces, strict=True)]
+    flags, size = torch.from_numpy(initial).to(device), max(1, HEAD_ROWS // hidden.shape[1])
+    pieces = zip(hidden.split(size), flags.split(size), strict=True)
+    read = [read_blocks(forward.target, blocks, first, reader, lanes) for blocks, first in pieces]
     features, drafts = (torch.cat(column) for column in zip(*read, strict=True))
     supervised = labels.supervised[alive]
     same = (drafts == labels.token[alive]) & supervised

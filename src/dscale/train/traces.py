@@ -2,7 +2,7 @@
 
 One record per request and step: the features a predictor sees (speculation/features.py), the drafts, the accepted
 length, and where it happened. On disk a folder (artifacts.Stage of schema TRACES) with one shard per chunk of
-conversations; trace_run.py makes one from a corpus or from prompts, LiveTraces from whatever traffic an engine has.
+conversations; trace_run.py makes one from a corpus or from prompts, live_traces.py from whatever traffic an engine has.
 
 Censoring: slots is the number of rows that could show something, the anchor's included. accepted < slots - 1 is exact,
 and so is accepted = W - 1; accepted = slots - 1 < W - 1 says "at least that many": either fewer rows than the block has
@@ -11,13 +11,16 @@ were verified, or the answer ended inside the block with an accepted draft, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dscale.config import require
+from dscale.engine.recorder import RequestTrace
 from dscale.speculation.features import GROUPS, feature_size
 from dscale.train.artifacts import Shard, Stage, read_shard, write_shard
 
@@ -80,7 +83,13 @@ class Traces:
 
     def select(self, rows: np.ndarray) -> Traces:
         """The records of these rows: numbers or a mask."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in DTYPES})
+        chosen: dict[str, Any] = {name: getattr(self, name)[rows] for name in DTYPES}
+        return Traces(**chosen, **self.kind)
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What is not an array: groups, width, workloads."""
+        return {"groups": self.groups, "width": self.width, "workloads": self.workloads}
 
     @property
     def exact(self) -> np.ndarray:
@@ -90,8 +99,8 @@ class Traces:
 
 def join_traces(parts: list[Traces]) -> Traces:
     """Records of several traces of one kind, in order."""
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in DTYPES}
-    return replace(parts[0], **joined)
+    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in DTYPES}
+    return Traces(**joined, **parts[0].kind)
 
 
 def write_traces(folder: Path, name: str, traces: Traces, part: str = "") -> Shard:
@@ -133,3 +142,51 @@ def check_groups(groups: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [group for group in groups if group not in GROUPS]
     require(not unknown and bool(groups), f"groups: {', '.join(unknown) or 'none'}; allowed are {', '.join(GROUPS)}")
     return tuple(group for group in GROUPS if group in groups)
+
+
+def prompt_id(tokens: Sequence[int]) -> int:
+    """A 63-bit id of a prompt's tokens: the same prompt has the same one in every folder."""
+    digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def of_request(
+    trace: RequestTrace, request: int, workload: int, groups: tuple[str, ...], workloads: tuple[str, ...]
+) -> Traces:
+    """What the engine's recorder kept of one request, as request number `request` of a folder."""
+    count = len(trace.accepted)
+    about = {"request": request, "prompt": prompt_id(trace.prompt), "workload": workload}
+    arrays = {name: np.full(count, value, DTYPES[name]) for name, value in about.items()}
+    for name in ("features", "drafts", "accepted", "slots", "position"):
+        arrays[name] = getattr(trace, name)
+    return Traces(**arrays, groups=groups, width=trace.drafts.shape[1] + 1, workloads=workloads)
+
+
+def trace_stats(traces: Traces) -> dict[str, Any]:
+    """Figures of all records, and under "workloads" of each workload that has some.
+
+    requests, records, prompts; mean_accepted: drafts a step, censored ones as far as seen; progress: tokens a step;
+    exact: share of records whose accepted length is known.
+    """
+    present = [index for index in range(len(traces.workloads)) if bool((traces.workload == index).any())]
+    of_each = {traces.workloads[index]: _figures(traces.select(traces.workload == index)) for index in present}
+    return _figures(traces) | {"workloads": of_each}
+
+
+def _figures(traces: Traces) -> dict[str, Any]:
+    count = max(1, len(traces))
+    order = np.lexsort((traces.position, traces.request))
+    last = np.zeros(len(traces), bool)
+    last[order] = np.append(np.diff(traces.request[order]) != 0, [True] * (len(traces) > 0))
+    ended = last & (
+        traces.accepted == traces.slots - 1
+    )  # its last draft ended the answer: no token of the target's own
+    tokens = int(traces.accepted.sum()) + len(traces) - int(ended.sum())
+    return {
+        "requests": len(np.unique(traces.request)),
+        "prompts": len(np.unique(traces.prompt)),
+        "records": len(traces),
+        "mean_accepted": round(float(traces.accepted.sum()) / count, 4),
+        "progress": round(tokens / count, 4),
+        "exact": round(float(traces.exact.sum()) / count, 4),
+    }
