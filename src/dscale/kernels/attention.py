@@ -12,12 +12,37 @@ and with a window w only those greater than (its own position - w). Rows from st
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dscale.kernels import native
+from dscale.config import require
+from dscale.kernels import native, triton
+
+if TYPE_CHECKING:
+    from dscale.kernels.triton.attention import Tile
+
+Path = Literal["auto", "verify", "draft", "prefill"]
+LAYOUTS = ("packed", "narrow", "wide")
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How the GPU kernels tile; results differ by rounding only.
+
+    layout of verification and draft blocks: packed (the query heads of a KV head share a tile of up to 128 rows), or
+    the two of the paper with a query head a tile: narrow (16 rows) and wide (128 rows). deterministic: the bits of a
+    row depend on its own keys alone, not on other rows, lanes or path. tile overrides the choice (tuning).
+    """
+
+    layout: str = "packed"
+    deterministic: bool = False
+    tile: Tile | None = None
+
+    def __post_init__(self) -> None:
+        require(self.layout in LAYOUTS, f"attention layout is {self.layout!r}: allowed are {', '.join(LAYOUTS)}")
 
 
 @dataclass(frozen=True)
@@ -27,6 +52,9 @@ class RaggedBatch:
     positions [R] int64 and slots [R] int64 are per row; page_table [rows, pages] int32 holds a request's pages in
     order; lanes [N] int64 maps a lane to its page-table row; starts [N+1] int64; contexts [N] int64, tokens before
     the lane's first row. max_rows and max_context bound, on the host, n_i and contexts[i] + n_i.
+
+    For the GPU kernels: path says what the rows are ("auto": by max_rows), and arrivals is arrival_counters, shared by
+    all layers of one stream (None: made at every call, one more launch).
     """
 
     positions: Tensor
@@ -38,10 +66,25 @@ class RaggedBatch:
     max_rows: int
     max_context: int
     causal: bool = True
+    path: Path = "auto"
+    options: AttentionOptions = AttentionOptions()
+    arrivals: Tensor | None = None
+
+
+def arrival_counters(lanes: int, max_rows: int, heads: int, device: torch.device) -> Tensor:
+    """Counters [lanes · max_rows · heads] int32 for RaggedBatch.arrivals: zero, and zero again after every call."""
+    return torch.zeros(lanes * max_rows * heads, dtype=torch.int32, device=device)
 
 
 def paged_attention_torch(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: RaggedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """The plain version: q [R, heads, d], caches [pages, kv, page, d] → [R, heads, d]."""
     heads, kv = q.shape[1], key_cache.shape[1]
@@ -57,10 +100,10 @@ def paged_attention_torch(
     padded = q[rows].transpose(1, 2)  # [N, heads, max_rows, d]
     mask = _visible(batch, column, counts, keys.shape[2], window)[:, None]
     out = functional.scaled_dot_product_attention(
-        padded, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv
+        padded, keys, values, attn_mask=mask, scale=scale * key_scale, enable_gqa=heads != kv
     ).transpose(1, 2)
     result = torch.zeros_like(q)
-    result[rows[live]] = out[live]
+    result[rows[live]] = out[live] if value_scale == 1.0 else out[live] * value_scale
     return result
 
 
@@ -77,9 +120,24 @@ def _visible(batch: RaggedBatch, column: Tensor, counts: Tensor, keys: int, wind
 
 
 def paged_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: RaggedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
-    """Attend rows q [R, heads, d] over the paged cache; see the module's text for what each row sees."""
+    """Attend rows q [R, heads, d] over the paged cache; see the module's text for what each row sees.
+
+    The cache holds keys / key_scale and values / value_scale (for an fp8 cache; elsewhere 1).
+    """
     if native.usable(q) and key_cache.dtype is q.dtype:
         return native.paged_attention(q, key_cache, value_cache, batch, scale, window)
-    return paged_attention_torch(q, key_cache, value_cache, batch, scale, window)
+    if triton.usable(q):
+        from dscale.kernels.triton import attention as fast
+
+        if fast.supports(q, key_cache, value_cache):
+            return fast.paged_attention(q, key_cache, value_cache, batch, scale, window, key_scale, value_scale)
+    return paged_attention_torch(q, key_cache, value_cache, batch, scale, window, key_scale, value_scale)

@@ -1,0 +1,234 @@
+"""Triton attention over the paged cache: one tile for verification, draft blocks and prefill.
+
+A program takes P query heads of one KV head (P = heads/kv when packed, 1 in the paper's layouts) and a tile of rows
+r = token · P + head, so a page is read once for all of them. For a range of keys [b, e) it keeps, in base 2,
+    m = max s,   l = Σ 2^(s - m),   a = Σ 2^(s - m) · v          with s = scale · log2(e) · q·k
+and two ranges merge as  m = max(m₁, m₂),  l = Σᵢ lᵢ 2^(mᵢ - m),  a = Σᵢ aᵢ 2^(mᵢ - m);  out = a / l.
+
+Verification and draft blocks: contexts are split into chunks so that lanes × KV heads × chunks fill the chip. Every
+program works out how many chunks a lane gets from starts and contexts in device memory, so a captured graph fits any
+lengths; a fixed number of programs walk the list of (chunk, tile, head). The last program to finish a row tile merges
+its chunks, in chunk order: the result does not depend on who was last.
+Prefill: one program a tile, no chunks.
+Deterministic: chunks end at multiples of a fixed number of keys from position 0, tiles have one shape, and prefill
+merges the same chunks in the same order, so the bits of a row depend on its own keys alone.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+EMPTY = tl.constexpr(-1.0e30)  # the m of no keys: finite, so 2^(m - m) is 1 and 2^(-inf - m) is 0
+
+
+@triton.jit
+def _attend(
+    q, table, keys, values, begin, end, newest, position, last, scale, window,
+    KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(m, l, a) of rows q [rows, D] over keys begin … end-1. keys, values point at a KV head's first page.
+
+    Past the newest key the newest is read again and masked: only rows that were written are ever read.
+    """
+    top = tl.full([q.shape[0]], EMPTY, tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    mixed = tl.zeros([q.shape[0], D], tl.float32)
+    column = tl.arange(0, KEYS)
+    element = tl.arange(0, D)
+    oldest = position - window
+    page = tl.load(table + tl.minimum(begin + column, newest) // PAGE)
+    for start in range(begin, end, KEYS):
+        key = start + column
+        offset = page.to(tl.int64) * (KV * PAGE * D) + (tl.minimum(key, newest) % PAGE) * D
+        k = tl.load(keys + offset[:, None] + element[None, :])
+        v = tl.load(values + offset[:, None] + element[None, :])
+        page = tl.load(table + tl.minimum(key + KEYS, newest) // PAGE)  # of the next turn: no load waits for a load
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        seen = key[None, :] <= last[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > oldest[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        weight = tl.exp2(score * scale - new_top[:, None])
+        kept = tl.exp2(top - new_top)
+        total = total * kept + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(q.dtype), v.to(q.dtype), mixed * kept[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, mixed
+
+
+@triton.jit
+def _merge(top, total, mixed, top2, total2, mixed2):
+    """(m, l, a) of two ranges of keys together."""
+    both = tl.maximum(top, top2)
+    one, two = tl.exp2(top - both), tl.exp2(top2 - both)
+    return both, total * one + total2 * two, mixed * one[:, None] + mixed2 * two[:, None]
+
+
+@triton.jit
+def _rows(first, count, context, CAUSAL: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    """Of a tile's rows: token in the lane, head in the group, whether it exists, its position, the last key it sees."""
+    row = first + tl.arange(0, ROWS)
+    token = row // P
+    live = token < count
+    position = context + token
+    last = position if CAUSAL else tl.zeros_like(position) + (context + count - 1)
+    return token, row % P, live, position, tl.where(live, last, -1)
+
+
+@triton.jit
+def _end(first, count, context, CAUSAL: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    """One past the last key that any row of the tile sees."""
+    if CAUSAL:
+        return context + tl.minimum((first + ROWS - 1) // P + 1, count)
+    return context + count
+
+
+@triton.jit
+def _store(out, at, live, total, mixed, value_scale, D: tl.constexpr):
+    result = mixed * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
+    element = tl.arange(0, D)
+    tl.store(out + at[:, None] + element[None, :], result.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _clear(out, first, rows, step, HEADS: tl.constexpr, D: tl.constexpr):
+    """Zero the sentinel rows first, first + step, … of out [rows, HEADS, D]."""
+    for row in range(first, rows, step):
+        for head in range(HEADS):
+            tl.store(out + (row * HEADS + head) * D + tl.arange(0, D), tl.zeros([D], out.dtype.element_ty))
+
+
+@triton.jit
+def decode_kernel(
+    q, keys, values, out, table, lanes, starts, contexts, partial, stats, arrivals,
+    rows, lane_count, table_stride, q_row, q_head, chunks_wanted, scale, window, key_scale, value_scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, FIXED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Few rows a lane, keys in chunks. FIXED: keys tiles of a chunk (deterministic), or 0: balanced over the chip.
+
+    partial [items, ROWS, D] and stats [items, 2, ROWS] float32; arrivals [lanes · TILES · heads] int32, zero at the
+    start and at the end.
+    """
+    HEADS: tl.constexpr = KV * GROUP // P
+    _clear(out, tl.load(starts + lane_count).to(tl.int32) + tl.program_id(0), rows, tl.num_programs(0), KV * GROUP, D)
+
+    lane_range = tl.arange(0, LANES)
+    exists = lane_range < lane_count
+    counts = (tl.load(starts + lane_range + 1, exists, 0) - tl.load(starts + lane_range, exists, 0)).to(tl.int32)
+    before = tl.load(contexts + lane_range, exists, 0).to(tl.int32)
+    final = tl.where(counts > 0, tl.cdiv(before + counts, KEYS), 0)  # key tiles
+    origin = tl.maximum(before - window + 1, 0) // KEYS if WINDOW else tl.zeros_like(final)
+    if FIXED > 0:
+        origin = origin // FIXED * FIXED
+        length = tl.full([LANES], FIXED, tl.int32)
+    else:
+        tiles = tl.maximum(final - origin, 0)
+        wanted = tl.maximum(tl.cdiv(tl.sum(tiles), chunks_wanted), 1)
+        length = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, wanted), 1)), 1)
+    splits = tl.cdiv(tl.maximum(final - origin, 0), length)
+    through = tl.cumsum(splits, 0)
+
+    for item in range(tl.program_id(0), tl.sum(splits) * TILES * HEADS, tl.num_programs(0)):
+        head = item % HEADS
+        tile = item // HEADS % TILES
+        chunk = item // HEADS // TILES
+        lane = tl.sum((through <= chunk).to(tl.int32))
+        mine = lane_range == lane
+        first_chunk = tl.sum(tl.where(lane_range < lane, splits, 0))
+        lane_splits = tl.sum(tl.where(mine, splits, 0))
+        lane_length = tl.sum(tl.where(mine, length, 0))
+        lane_origin = tl.sum(tl.where(mine, origin, 0))
+        context = tl.sum(tl.where(mine, before, 0))
+        count = tl.sum(tl.where(mine, counts, 0))
+        start = tl.load(starts + lane).to(tl.int32)
+
+        if tile * ROWS < count * P:
+            token, member, live, position, last = _rows(tile * ROWS, count, context, CAUSAL, P, ROWS)
+            kv = head * P // GROUP
+            begin = (lane_origin + (chunk - first_chunk) * lane_length) * KEYS
+            end = tl.minimum(begin + lane_length * KEYS, _end(tile * ROWS, count, context, CAUSAL, P, ROWS))
+            element = tl.arange(0, D)
+            place = (start + token) * q_row + (head * P + member) * q_head
+            query = tl.load(q + place[:, None] + element[None, :], live[:, None], 0.0)
+            top, total, mixed = _attend(
+                query, table + tl.load(lanes + lane) * table_stride, keys + kv * PAGE * D, values + kv * PAGE * D,
+                begin, end, context + count - 1, position, last, scale * key_scale, window, KV, PAGE, D, KEYS, WINDOW,
+            )  # fmt: skip
+            at = ((start + token) * (KV * GROUP) + head * P + member) * D
+            if lane_splits == 1:
+                _store(out, at, live, total, mixed, value_scale, D)
+            else:
+                row = tl.arange(0, ROWS)
+                wide = row.to(tl.int64)  # partial may have more than 2^31 elements
+                tl.store(partial + (item * ROWS + wide)[:, None] * D + element[None, :], mixed)
+                tl.store(stats + item * (2 * ROWS) + row, top)
+                tl.store(stats + item * (2 * ROWS) + ROWS + row, total)
+                tl.debug_barrier()  # all threads' stores come before the arrival
+                arrival = arrivals + (lane * TILES + tile) * HEADS + head
+                if tl.atomic_add(arrival, 1, sem="acq_rel") == lane_splits - 1:
+                    tl.debug_barrier()
+                    top = tl.full([ROWS], EMPTY, tl.float32)
+                    total = tl.zeros([ROWS], tl.float32)
+                    mixed = tl.zeros([ROWS, D], tl.float32)
+                    for split in range(lane_splits):
+                        other = ((first_chunk + split) * TILES + tile) * HEADS + head
+                        top2 = tl.load(stats + other * (2 * ROWS) + row, cache_modifier=".cg")
+                        total2 = tl.load(stats + other * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
+                        there = (other * ROWS + wide)[:, None] * D + element[None, :]
+                        mixed2 = tl.load(partial + there, cache_modifier=".cg")
+                        top, total, mixed = _merge(top, total, mixed, top2, total2, mixed2)
+                    _store(out, at, live, total, mixed, value_scale, D)
+                    tl.store(arrival, 0)
+
+
+@triton.jit
+def prefill_kernel(
+    q, keys, values, out, table, lanes, starts, contexts,
+    rows, lane_count, table_stride, q_row, q_head, scale, window, key_scale, value_scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Many rows a lane: program (tile, head, lane) attends over all keys its rows see, longest tiles first."""
+    HEADS: tl.constexpr = KV * GROUP // P
+    head, lane = tl.program_id(1), tl.program_id(2)
+    programs = tl.num_programs(0) * HEADS * lane_count
+    program = (lane * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
+    _clear(out, tl.load(starts + lane_count).to(tl.int32) + program, rows, programs, KV * GROUP, D)
+
+    start = tl.load(starts + lane).to(tl.int32)
+    count = tl.load(starts + lane + 1).to(tl.int32) - start
+    context = tl.load(contexts + lane).to(tl.int32)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    if first < count * P:
+        token, member, live, position, last = _rows(first, count, context, CAUSAL, P, ROWS)
+        kv = head * P // GROUP
+        end = _end(first, count, context, CAUSAL, P, ROWS)
+        begin = tl.maximum(context + first // P - window + 1, 0) // KEYS * KEYS if WINDOW else 0
+        place = (start + token).to(tl.int64) * q_row + (head * P + member) * q_head
+        query = tl.load(q + place[:, None] + tl.arange(0, D)[None, :], live[:, None], 0.0)
+        pages = table + tl.load(lanes + lane) * table_stride
+        keys += kv * PAGE * D
+        values += kv * PAGE * D
+        newest = context + count - 1
+        scale *= key_scale
+        if FIXED > 0:
+            top = tl.full([ROWS], EMPTY, tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            mixed = tl.zeros([ROWS, D], tl.float32)
+            for chunk in range(begin // (FIXED * KEYS) * (FIXED * KEYS), end, FIXED * KEYS):
+                top2, total2, mixed2 = _attend(
+                    query, pages, keys, values, chunk, tl.minimum(chunk + FIXED * KEYS, end), newest, position, last,
+                    scale, window, KV, PAGE, D, KEYS, WINDOW,
+                )  # fmt: skip
+                top, total, mixed = _merge(top, total, mixed, top2, total2, mixed2)
+        else:
+            top, total, mixed = _attend(
+                query, pages, keys, values, begin, end, newest, position, last, scale, window, KV, PAGE, D, KEYS, WINDOW
+            )  # fmt: skip
+        at = ((start + token).to(tl.int64) * (KV * GROUP) + head * P + member) * D
+        _store(out, at, live, total, mixed, value_scale, D)
