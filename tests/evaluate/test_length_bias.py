@@ -31,6 +31,9 @@ def test_fixed_hard_tokens_by_hand():
     assert one["re-anchored"] == pytest.approx(np.mean([3, 4, 1, 1, 4]))
     assert one["expected_if_hard_tokens_fixed"] == pytest.approx(one["uniform"])
     assert one["from_length_bias"] == pytest.approx((9 + 16 + 1 + 1 + 4) / 10 - 13 / 5)
+    around = {d: cell["expected"] for d, cell in one["around_rejection"].items()}
+    assert (around["-1"], around["0"], around["1"]) == (1.0, 3.0, 4.0)  # stopped before positions 3, 8 and 9
+    assert one["harmonic"]["conversation"] == pytest.approx(np.mean(lengths))
     assert one["visited_by_previous"]["first of the answer"] == {"blocks": 1, "expected": 3.0}
     assert one["visited_by_previous"]["after a rejection"] == {"blocks": 3, "expected": pytest.approx((4 + 1 + 4) / 3)}
     assert one["visited_by_previous"]["after a wholly accepted block"] == {"blocks": 1, "expected": 1.0}
@@ -61,6 +64,8 @@ def test_mixed_ease_makes_uniform_larger():
     easy, hard = (sum(p**k for k in range(9)) for p in (0.95, 0.2))
     assert one["uniform"] == pytest.approx((easy + hard) / 2, rel=0.03)
     assert one["re-anchored"] == pytest.approx(2 / (1 / easy + 1 / hard), rel=0.05)  # harmonic, not arithmetic
+    halves = length_bias([Conversation(match[i : i + 200], None) for i in range(0, len(match), 200)])
+    assert halves["harmonic"]["conversation"] == pytest.approx(halves["re-anchored"], rel=0.03)
 
 
 def test_short_answers_have_no_full_block():

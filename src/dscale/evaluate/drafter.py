@@ -10,6 +10,7 @@ made from the shards.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sys
 import time
@@ -171,7 +172,8 @@ def inputs_of(pair: Pair, config: EvaluateConfig, talks: list[Workload], corpus:
     """What decides the outcome, for the manifest. Files by name and hash, never by the folder they are in."""
     kept = {name: value for name, value in asdict(config).items() if name not in ("prompts", "corpus", "device")}
     if corpus is not None:
-        kept["corpus"] = {"name": Path(config.corpus or "").name, "tokens": int(corpus.ids.sum(dtype=np.int64))}
+        digest = hashlib.sha256(np.ascontiguousarray(corpus.ids).tobytes() + corpus.greedy.tobytes()).hexdigest()
+        kept["corpus"] = {"name": Path(config.corpus or "").name, "sha256": digest}
     return kept | {
         "target": Path(pair.target.name).name,
         "target_hashes": target_hashes(pair.target),
@@ -245,10 +247,15 @@ def block_forward(pair: Pair, config: EvaluateConfig, length: int, rows: int) ->
     return BlockForward(pair.target.model, pair.drafter, shape)
 
 
+def _rows(pair: Pair, config: EvaluateConfig) -> int:
+    """Rows of one teacher-forced pass."""
+    return min(8, config.batch) if pair.device.type == "cuda" else 1
+
+
 def match_answered(pair: Pair, config: EvaluateConfig, talks: list[Answered], length: int) -> list[np.ndarray]:
     """Matches [n, D] of every answer."""
     if pair.device.type == "cuda":
-        forward = block_forward(pair, config, length, min(8, config.batch))
+        forward = block_forward(pair, config, length, _rows(pair, config))
         return match_rows(forward, one_per_row(talks, forward.config.length))
     found = []
     for talk in talks:
@@ -264,7 +271,7 @@ def evaluate_corpus(stage: Stage, pair: Pair, config: EvaluateConfig, rows: Pack
     for start in range(0, len(rows), config.batch):
         name = f"matches-{config.part}-{start // config.batch:04d}.safetensors"
         if not stage.has(name):
-            forward = forward or block_forward(pair, config, rows.ids.shape[1], 1)
+            forward = forward or block_forward(pair, config, rows.ids.shape[1], _rows(pair, config))
             part = padded(take_rows(rows, np.arange(start, min(start + config.batch, len(rows)))), forward)
             match = [one for one, keep in zip(match_rows(forward, part), part.greedy, strict=True) if keep]
             stage.add(write_matches(stage.folder, name, match, depth, config.part))

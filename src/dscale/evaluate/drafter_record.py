@@ -220,9 +220,15 @@ def _bias(one: dict[str, Any]) -> list[str]:
         return ["No block has text at every depth."]
     named = bias["visited_by_previous"] | {"jumped over": bias["jumped_over"]}
     at = ", ".join(f"{name} {number(cell['expected'], 2)} ({cell['blocks']})" for name, cell in named.items())
+    cells = bias["around_rejection"].items()
+    around = ", ".join(f"{distance} {number(cell['expected'], 2)}" for distance, cell in cells)
     return [
         f"Uniform − re-anchored = {bias['difference']:+.2f}: length bias {bias['from_length_bias']:+.2f}, inside steps "
         f"{bias['from_inside']:+.2f}. Uniform would be {bias['expected_if_memoryless']:.2f} if drafts failed by chance "
         f"and {bias['expected_if_hard_tokens_fixed']:.2f} if the tokens that stopped the walk stopped every block and "
         f"nothing else did. E[L] by where the anchor lies: {at}.",
+        "",
+        f"Harmonic mean over conversations {bias['harmonic']['conversation']:.2f}, over stretches of 64 positions "
+        f"{bias['harmonic']['64']:.2f}, of 32 {bias['harmonic']['32']:.2f}. E[L] around the tokens that stopped the "
+        f"walk, by distance: {around}.",
     ]

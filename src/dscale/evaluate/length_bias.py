@@ -14,6 +14,12 @@ a block. Two limits, both computed from the walk alone:
     memoryless       drafts fail by chance, alike at every position: L is geometric, inside = -Var/E, no difference
     fixed hard token a token that stopped the walk stops every block that reaches it, and nothing else does:
                      L(p) = min(W, distance to the next such token); for a renewal process E = (E L² / E L + 1) / 2
+
+Two more views of where the text is hard. `around_rejection`: mean L at distance d from the tokens that stopped the
+walk, which are its next anchors (d = 0). `harmonic`: a walk spends one step per L positions, so over stretches of
+constant ease its mean is the harmonic mean of theirs, where uniform anchors take the arithmetic one; given for
+stretches of one conversation each, and of 64 and 32 positions. What the harmonic mean leaves of the difference lies
+within the stretches.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ def length_bias(conversations: list[Conversation]) -> dict[str, Any]:
     parts = [part for part in map(_positions, conversations) if len(part["length"])]
     if not parts:
         return {}
-    joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0] if key != "stops"}
     length, visited = joined["length"].astype(float), joined["offset"] == 0
     own = joined["own"].astype(float)
     at_visited = length[visited]
@@ -48,12 +54,40 @@ def length_bias(conversations: list[Conversation]) -> dict[str, Any]:
         "expected_if_memoryless": walked,
         "expected_if_hard_tokens_fixed": joined["fixed"].mean(),
         "expected_if_hard_tokens_fixed_renewal": (np.mean(at_visited**2) / walked + 1) / 2,
+        "harmonic": {"conversation": _harmonic(parts, None), "64": _harmonic(parts, 64), "32": _harmonic(parts, 32)},
+        "around_rejection": _around(parts),
         "by_offset": _table(joined["offset"], length, 8),
         "visited_by_previous": _named(joined["previous"][visited], at_visited),
         "jumped_over": _mean(length[~visited]),
     }
 
 
+def _harmonic(parts: list[dict[str, np.ndarray]], stretch: int | None) -> float:
+    """Positions over the sum of (positions / mean L) of stretches; a conversation's last one may be shorter."""
+    pieces = [piece for part in parts for piece in _cut(part["length"], stretch)]
+    return sum(map(len, pieces)) / sum(len(piece) / piece.mean() for piece in pieces)
+
+
+def _cut(length: np.ndarray, stretch: int | None) -> list[np.ndarray]:
+    if stretch is None or len(length) <= stretch:
+        return [length]
+    return np.array_split(length, len(length) // stretch)
+
+
+def _around(parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Mean L at every distance of AROUND from the tokens that stopped the walk."""
+    found: dict[str, Any] = {}
+    for distance in AROUND:
+        at = [part["length"][_inside(part["stops"] + distance, len(part["length"]))] for part in parts]
+        found[str(distance)] = _mean(np.concatenate(at))
+    return found
+
+
+def _inside(at: np.ndarray, count: int) -> np.ndarray:
+    return at[(at >= 0) & (at < count)]
+
+
+AROUND = (-8, -4, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12, 16)
 PREVIOUS = ("first of the answer", "after a rejection", "after a wholly accepted block")
 
 
@@ -75,6 +109,7 @@ def _positions(talk: Conversation) -> dict[str, np.ndarray]:
         "own": accepted[visited[step]] + 1,
         "fixed": np.minimum(depth + 1, following - at),
         "previous": previous[step],
+        "stops": hard[:-1],
     }
 
 
