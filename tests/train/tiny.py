@@ -7,7 +7,7 @@ from dscale.config import AnchorLayout, DecoderConfig, DrafterConfig, TargetConf
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.loader import random_target
-from dscale.train.drafter import initialise
+from dscale.train.initial import initialise
 from dscale.train.rows import PackedRows
 
 VOCAB = 61

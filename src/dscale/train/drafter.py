@@ -1,186 +1,163 @@
-"""Train a DFlash drafter on a packed corpus with the frozen target running beside it (dflash.md, training recipe).
+"""Training of a DFlash drafter on packed rows with the frozen target beside it (dflash.md, training recipe).
 
 One step:  taps of the target over packed rows → anchors drawn in every row → one bidirectional block per anchor through
-the drafter → weighted cross-entropy of its slots → gradients averaged over processes → clip → update.
+the drafter → weighted loss of its slots → gradients added up over passes and processes → clip → update.
 
-The learning rate follows a cosine over a budget of steps or of seconds; with seconds the first process keeps the
-clock and tells the others, so that all take the same steps. A checkpoint carries everything that the next step depends
-on.
-
-    python -m dscale.train.drafter TARGET CORPUS OUT --steps 20 --rows 2 --anchors 8            (tiny, CPU)
-    torchrun --nproc-per-node 2 -m dscale.train.drafter TARGET CORPUS OUT --seconds 1000        (two GPUs)
+Rows and anchors of a step are drawn for all its passes and processes together, so that it does not matter how a batch
+is split among them. The learning rate follows its schedule over a budget of steps, or of seconds: then the first
+process keeps the clock and tells the others, so that all take the same steps. A checkpoint carries everything that the
+next step depends on. The command around it is in drafter_run.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dscale.config import AnchorLayout, DecoderConfig, DrafterConfig, RopeConfig, require
+from dscale.config import require
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
-from dscale.models.drafter_checkpoint import save_drafter, target_hashes
-from dscale.models.loader import load_target
-from dscale.train.anchors import sample_anchors
+from dscale.train.anchors import Anchors, block_labels, sample_anchors
+from dscale.train.artifacts import Report, silent
 from dscale.train.forward import BlockForward, ForwardConfig
-from dscale.train.loss import block_loss, chunk_terms, slot_weights
+from dscale.train.loss import block_loss, loss_terms, slot_weights
 from dscale.train.optimizer import Optimizer
-from dscale.train.rows import PackedRows, load_part, take_rows
+from dscale.train.recipe import TrainConfig, mixed
+from dscale.train.rows import PackedRows
+from dscale.train.world import World
+
+WARMUP_STEPS = 200  # when the budget is in seconds, so that compiling does not eat the warm-up
+DECAY_SHARE = 0.2  # last part of the budget in which a wsd schedule falls to 0
+Record = dict[str, Any]
+States = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """Sizes and rates of a training run. Exactly one of steps and seconds is the budget that the cosine spans."""
+class Batch(NamedTuple):
+    """Packed rows of one pass: their numbers [R] in the corpus, ids, first and answer [R, L], and their anchors."""
 
-    rows: int = 16  # packed rows per process and step
-    anchors: int = 192  # blocks per row
-    gamma: float = 7.0
-    rate: float = 3e-3
-    warmup: int = 200  # steps
-    clip: float = 1.0
-    optimizer: str = "muon"
-    betas: tuple[float, float] = (0.9, 0.95)
-    steps: int | None = None
-    seconds: float | None = None
-    chunks: int = 12  # pieces of the cross-entropy
-    attention: str = "auto"  # flex, dense, or auto: flex on CUDA
-    compile: bool = True  # on CUDA only
-    seed: int = 0
-    sync_every: int = 20  # steps between two looks at the clock
-    log_every: int = 100
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "anchors", "chunks", "sync_every", "log_every"):
-            require(getattr(self, name) > 0, f"train.{name}: {getattr(self, name)} must be positive")
-        require(self.gamma > 0, f"train.gamma: {self.gamma} must be positive")
-        require(
-            self.attention in ("auto", "flex", "dense"),
-            f"train.attention: {self.attention!r}; allowed are auto, flex, dense",
-        )
-        require(
-            (self.steps is None) != (self.seconds is None), "train.steps, train.seconds: give exactly one of the two"
-        )
-
-
-def drafter_config(target: Target, block_size: int = 16, layers: int = 5, mask_token: int = 16) -> DrafterConfig:
-    """A drafter with layers like the target's, evenly spread taps (dflash.md) and norms on queries and keys."""
-    own = target.config.decoder
-    depth = own.num_layers
-    spread = [round(1 + i * (depth - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [depth // 2]
-    decoder = DecoderConfig(
-        own.vocab_size, own.hidden_size, own.intermediate_size, layers, own.num_heads, own.num_kv_heads, own.head_dim,
-        norm_eps=own.norm_eps, max_position=own.max_position, qk_norm=True, rope=RopeConfig(own.rope.theta),
-    )  # fmt: skip
-    return DrafterConfig(decoder, block_size, tuple(spread), mask_token, AnchorLayout.MASKED, target_layers=depth)
-
-
-def initialise(drafter: Drafter, target: Target, seed: int) -> None:
-    """Seeded normal weights of deviation 0.02, smaller where a layer adds to the residual; final norm as the "
-    "target's."""
-    generator = torch.Generator().manual_seed(seed)
-    shrink = (2 * drafter.config.decoder.num_layers) ** -0.5
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if parameter.dim() == 2:
-                scale = 0.02 * (shrink if ("output" in name or "down" in name) else 1.0)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-            else:
-                parameter.fill_(1.0)
-        drafter.stack.norm.weight.copy_(target.stack.norm.weight)
-
-
-class World:
-    """The processes of a run: rank, size and the two collectives that training needs."""
-
-    def __init__(self) -> None:
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.cuda = torch.cuda.is_available()
-        self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if self.cuda else "cpu")
-        if self.cuda:
-            torch.cuda.set_device(self.device)
-        if self.size > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.cuda else "gloo")
-
-    def sum(self, value: Tensor) -> Tensor:
-        """value added up over all processes, in place."""
-        if self.size > 1:
-            dist.all_reduce(value)
-        return value
-
-    def from_first(self, value: Tensor) -> Tensor:
-        """The first process's value, in place."""
-        if self.size > 1:
-            dist.broadcast(value, 0)
-        return value
+    rows: Tensor
+    ids: Tensor
+    first: Tensor
+    answer: Tensor
+    anchors: Anchors
 
 
 class DrafterTrainer:
-    """Holds target, drafter, corpus and optimizer of one process and takes steps."""
+    """Holds target, drafter, rows and optimizer of one process and takes steps.
 
-    def __init__(self, target: Target, drafter: Drafter, rows: PackedRows, config: TrainConfig, world: World) -> None:
+    states (rows [R], ids, first [R, L]) → (taps [R·L, T·H], last hidden [R·L, H] or None) replaces the target's own
+    pass, for a cache. evaluate() → validation progress, called by `run` every config.evaluate_every steps.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        rows: PackedRows,
+        config: TrainConfig,
+        world: World,
+        states: States | None = None,
+    ) -> None:
         self.target, self.drafter, self.config, self.world = target, drafter, config, world
         device = world.device
-        self.ids = torch.from_numpy(rows.ids).to(device)
-        self.first = torch.from_numpy(rows.first).to(device)
-        self.answer = torch.from_numpy(rows.answer).to(device)
-        self.length = self.ids.shape[1]
-        require(
-            config.rows <= len(self.ids), f"train.rows: {config.rows} is more than the corpus has ({len(self.ids)})"
+        self.ids, self.first, self.answer = (
+            torch.from_numpy(part).to(device) for part in (rows.ids, rows.first, rows.answer)
         )
+        self.length = self.ids.shape[1]
+        self.passes = config.accumulate * world.size
+        self.per_epoch = len(self.ids) // (config.rows * self.passes)
+        asked = f"{config.rows} rows · {config.accumulate} passes · {world.size} processes"
+        require(self.per_epoch > 0, f"train.rows: {asked} a step, but the corpus has {len(self.ids)} training rows")
+        require(config.anchors <= self.length, f"train.anchors: {config.anchors} a row of {self.length} tokens")
         use_compile = config.compile and device.type == "cuda"
         shape = ForwardConfig(self.length, config.rows, config.anchors, config.attention, config.compile)
         self.forward = BlockForward(target, drafter, shape)
-        self.terms: Callable = torch.compile(chunk_terms, dynamic=False) if use_compile else chunk_terms
+        self.states = states or self._online
+        self.gamma = config.decay(self.forward.width)
+        self.terms = loss_terms(config.distil, config.distance, use_compile)
         self.optimizer = Optimizer(drafter, config.optimizer, config.betas, use_compile)
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
+        self.total = config.steps if config.steps else None
+        if config.epochs:
+            self.total = max(1, round(config.epochs * self.per_epoch))
         self.step_index, self.elapsed, self.progress = 0, 0.0, 0.0
-        self.history: list[dict[str, float]] = []
+        self.history: list[Record] = []
+        self.tally = torch.zeros(2 + 2 * (self.forward.width - 1), dtype=torch.float64, device=device)
+        self.best: dict[str, Tensor] = {}
+        self.best_progress = -math.inf
         self.random = torch.Generator(device=device)
         self.order: tuple[int, Tensor] | None = None
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """This step's rows: an own random order of the corpus for every pass over it."""
-        c, steps = self.config, len(self.ids) // self.config.rows
-        epoch, at = divmod(self.step_index, steps)
+    def batches(self) -> list[Batch]:
+        """This process's passes of this step: every pass over the corpus has an order of its own."""
+        c, device = self.config, self.ids.device
+        epoch, at = divmod(self.step_index, self.per_epoch)
         if self.order is None or self.order[0] != epoch:
-            self.random.manual_seed(hash((c.seed, self.world.rank, epoch, 1)) % (1 << 62))
-            self.order = epoch, torch.randperm(len(self.ids), generator=self.random, device=self.ids.device)
-        rows = self.order[1][at * c.rows : (at + 1) * c.rows]
-        return self.ids[rows], self.first[rows], self.answer[rows]
+            self.random.manual_seed(mixed(c.seed, 1, epoch))
+            self.order = epoch, torch.randperm(len(self.ids), generator=self.random, device=device)
+        size = c.rows * self.passes
+        chosen = self.order[1][at * size : (at + 1) * size]
+        self.random.manual_seed(mixed(c.seed, 2, self.step_index))
+        keys = torch.rand((size, self.length), generator=self.random, device=device)
+        made = []
+        for index in range(self.world.rank, self.passes, self.world.size):
+            part = slice(index * c.rows, (index + 1) * c.rows)
+            rows = chosen[part]
+            ids, first, answer = self.ids[rows], self.first[rows], self.answer[rows]
+            made.append(Batch(rows, ids, first, answer, sample_anchors(answer, first, c.anchors, keys[part])))
+        return made
 
-    def loss(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(this process's share of the loss, right slots by depth [W-1], supervised slots by depth [W-1])."""
-        ids, first, answer = self.batch()
-        self.random.manual_seed(hash((self.config.seed, self.world.rank, self.step_index, 2)) % (1 << 62))
-        keys = torch.rand(ids.shape, generator=self.random, device=ids.device)
-        anchors = sample_anchors(answer, first, self.config.anchors, keys)
-        hidden, token, supervised = self.forward(ids, first, answer, anchors)
-        weight = slot_weights(supervised, self.config.gamma)
-        total = self.world.sum(weight.sum())
+    def _online(self, rows: Tensor, ids: Tensor, first: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.config.distil:
+            return self.forward.target_states(ids, first)
+        return self.forward.taps(ids, first), None
+
+    def weights(self, batches: list[Batch]) -> Tensor:
+        """The sum of slot weights of the whole step, over all passes and processes."""
+        total = torch.zeros((), device=self.ids.device)
+        for batch in batches:
+            labels = block_labels(batch.ids, batch.answer, batch.first, batch.anchors, self.forward.width)
+            total += slot_weights(labels.supervised, self.gamma).sum()
+        return self.world.sum(total)
+
+    def loss(self, batch: Batch, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(this pass's share of the loss, right slots by depth [W-1], supervised slots by depth [W-1])."""
+        labels = block_labels(batch.ids, batch.answer, batch.first, batch.anchors, self.forward.width)
+        taps, last = self.states(batch.rows, batch.ids, batch.first)
+        hidden = self.forward.hidden(batch.ids, batch.first, batch.anchors, taps).flatten(0, 2)
+        truth = None if last is None or not self.config.distil else predicting(last, batch, self.forward.width)
+        weight = slot_weights(labels.supervised, self.gamma).flatten()
         head = self.target.head.weight.detach()
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        loss, right = block_loss(flat, token.flatten(), weight.flatten(), head, total, self.config.chunks, self.terms)
-        right = right.view(token.shape) & supervised
-        return loss, right.cumprod(-1).sum((0, 1)), supervised.sum((0, 1))
+        loss, right = block_loss(
+            hidden, labels.token.flatten(), weight, head, total, self.config.chunks, self.terms, truth
+        )
+        right = right.view(labels.token.shape) & labels.supervised
+        return loss, right.cumprod(-1).sum((0, 1)), labels.supervised.sum((0, 1))
 
-    def update(self, loss: Tensor) -> None:
-        """Backward, sum over processes, clip, step."""
-        loss.backward()
+    def step(self) -> Tensor:
+        """One update. Returns this process's share of the loss."""
+        batches = self.batches()
+        total = self.weights(batches)
+        whole = torch.zeros((), device=self.ids.device)
+        for batch in batches:
+            loss, right, supervised = self.loss(batch, total)
+            loss.backward()
+            whole += loss.detach()
+            self.tally[2:] += torch.cat([right, supervised])
+        self.tally[0] += 1
+        self.tally[1] += whole
+        self.update()
+        return whole
+
+    def update(self) -> None:
+        """Sum the gradients over processes, clip, step."""
         flat = self.world.sum(torch.cat([p.grad.flatten() for p in self.parameters]))  # type: ignore[union-attr]
         flat *= (self.config.clip / (flat.norm() + 1e-6)).clamp(max=1.0)
         for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
@@ -189,149 +166,125 @@ class DrafterTrainer:
         self.step_index += 1
 
     def rate(self) -> float:
-        """Learning rate of the next update: linear warm-up, then a cosine over the budget to 0."""
-        progress = self.progress if self.config.steps is None else self.step_index / self.config.steps
-        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        return self.config.rate * min(1.0, (self.step_index + 1) / max(1, self.config.warmup)) * cosine
+        """Learning rate of the next update: linear warm-up, then the schedule down to 0 at the end of the budget."""
+        done = min(1.0, self.step_index / self.total if self.total else self.progress)
+        warm = max(1, round(self.config.warmup * self.total) if self.total else WARMUP_STEPS)
+        if self.config.schedule == "wsd":
+            factor = min(1.0, (1 - done) / DECAY_SHARE)
+        else:
+            factor = 0.5 * (1 + math.cos(math.pi * done))
+        return self.config.rate * min(1.0, (self.step_index + 1) / warm) * factor
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
-    def run(self, until: float = math.inf, save: Path | None = None, save_every: float = 60.0) -> bool:
-        """Train to the end of the budget, or to `until` (time.monotonic seconds); True when the budget is used up."""
+    def run(
+        self,
+        evaluate: Callable[[], float] | None = None,
+        save: Callable[[], None] | None = None,
+        told: Callable[[Record], None] | None = None,
+        report: Report = silent,
+    ) -> None:
+        """Train to the end of the budget. evaluate: validation progress now, the same on every process; save: write
+        the state; told: gets every record of the history as it is made (first process only)."""
+        c = self.config
         clock = saved = time.monotonic()
-        tally: list[Tensor] = []
         while not self.finished():
-            if self.step_index % self.config.sync_every == 0:
+            if self.step_index % c.sync_every == 0:
                 now = time.monotonic()
                 self.elapsed, clock = self.elapsed + now - clock, now
-                if self._agree(now >= until):
-                    break
-                if save is not None and now - saved > save_every:
+                self._agree()
+                if save is not None and now - saved > c.save_seconds:
                     saved = now
-                    self.save(save)
-            loss, right, supervised = self.loss()
-            self.update(loss)
-            tally.append(torch.cat([loss.detach()[None].double(), right.double(), supervised.double()]))
-            if self.step_index % self.config.log_every == 0:
-                self._log(torch.stack(tally))
-                tally.clear()
-        self.elapsed += time.monotonic() - clock
+                    save()
+            if self.finished():
+                break
+            self.step()
+            report("training", self.step_index if self.total else self.elapsed, self.total or c.seconds)
+            if self.step_index % c.log_every == 0 or self.step_index == self.total:
+                self._note(self._measured(), told)
+            due = c.evaluate_every > 0 and self.step_index % c.evaluate_every == 0
+            if evaluate is not None and due and self.step_index != self.total:
+                self._evaluated(evaluate(), told)
         if save is not None:
-            self.save(save)
-        return self.finished()
+            save()
+        if evaluate is not None and not self._walked_now():
+            self._evaluated(evaluate(), told)
+        self.elapsed += time.monotonic() - clock
 
     def finished(self) -> bool:
-        if self.config.steps is not None:
-            return self.step_index >= self.config.steps
-        return self.progress >= 1.0
+        """True when the budget is used up."""
+        return self.step_index >= self.total if self.total else self.progress >= 1.0
 
-    def _agree(self, stop: bool) -> bool:
-        """Take progress and the wish to stop from the first process."""
-        told = torch.tensor([self.elapsed, float(stop)], dtype=torch.float64, device=self.world.device)
-        elapsed, stopping = self.world.from_first(told).tolist()
-        self.elapsed = elapsed
+    def _walked_now(self) -> bool:
+        return any(record["step"] == self.step_index and "validation_progress" in record for record in self.history)
+
+    def _agree(self) -> None:
+        """Take the time from the first process."""
+        told = torch.tensor([self.elapsed], dtype=torch.float64, device=self.world.device)
+        self.elapsed = float(self.world.from_first(told))
         if self.config.seconds is not None:
-            self.progress = elapsed / self.config.seconds
-        return bool(stopping)
+            self.progress = self.elapsed / self.config.seconds
 
-    def _log(self, tally: Tensor) -> None:
-        """tally [steps, 1 + 2·(W-1)] float64: loss, right slots and supervised slots by depth."""
+    def _measured(self) -> Record:
+        """The tally [steps, loss, right slots and supervised slots by depth] since the last record, as a record."""
         for parameter in self.parameters:  # rounding must not let the processes drift apart
             self.world.from_first(parameter.data)
-        numbers, depth = self.world.sum(tally.sum(0)), tally.shape[1] // 2
-        survival = (numbers[1 : 1 + depth] / numbers[1 + depth :].clamp_min(1)).tolist()
-        record = {
+        steps, numbers = int(self.tally[0]), self.world.sum(self.tally[1:].clone())
+        self.tally.zero_()
+        right, supervised = numbers[1:].chunk(2)
+        survival = (right / supervised.clamp_min(1)).tolist()
+        return {
             "step": self.step_index,
-            "seconds": round(self.elapsed, 1),
-            "loss": round(float(numbers[0]) / len(tally), 4),
+            "loss": round(float(numbers[0]) / steps, 4),
             "uniform_progress": round(1 + sum(survival), 3),
             "first_slot": round(survival[0], 4),
             "rate": self.rate(),
         }
+
+    def _evaluated(self, progress: float, told: Callable[[Record], None] | None) -> None:
+        """Record the validation progress; keep the weights in bfloat16 when it is the best so far."""
+        if progress > self.best_progress:
+            self.best_progress = progress
+            state = self.drafter.state_dict()
+            self.best = {name: value.detach().to("cpu", torch.bfloat16).clone() for name, value in state.items()}
+        self._note({"step": self.step_index, "validation_progress": round(progress, 4)}, told)
+
+    def _note(self, record: Record, told: Callable[[Record], None] | None) -> None:
         self.history.append(record)
-        if self.world.rank == 0:
-            print(json.dumps(record), flush=True)
+        if told is not None and self.world.first:
+            told(record)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
+    HELD = ("step_index", "elapsed", "progress", "history", "best_progress")
+
     def state(self) -> dict[str, Any]:
         """All that the next step depends on, besides corpus and config."""
-        names = ("step_index", "elapsed", "progress", "history")
         return {
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            **{name: getattr(self, name) for name in names},
+            "best": self.best,
+            "tally": self.tally,
+            **{name: getattr(self, name) for name in self.HELD},
         }
 
-    def save(self, path: Path) -> None:
-        """Write the state (first process only), complete or not at all."""
-        if self.world.rank == 0:
-            torch.save(self.state(), path.with_suffix(".partial"))
-            path.with_suffix(".partial").replace(path)
-
-    def load(self, path: Path) -> None:
-        """Go on where `save` left off."""
-        state = torch.load(path, map_location=self.world.device, weights_only=False)
-        self.drafter.load_state_dict(state.pop("drafter"))
-        self.optimizer.load_state_dict(state.pop("optimizer"))
-        for name, value in state.items():
-            setattr(self, name, value)
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.drafter.load_state_dict(state["drafter"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.best = {name: value.cpu() for name, value in state["best"].items()}
+        self.tally.copy_(state["tally"])
+        for name in self.HELD:
+            setattr(self, name, state[name])
 
 
-def build_drafter(target: Target, config: DrafterConfig, device: torch.device, seed: int) -> Drafter:
-    """A new drafter with float32 masters on the device."""
-    drafter = Drafter(config)
-    initialise(drafter, target, seed)
-    return drafter.to(device)
+def predicting(last: Tensor, batch: Batch, width: int) -> Tensor:
+    """The target's hidden rows that predict every slot: last [R·L, H] → [R·A·(W-1), H].
 
-
-def main() -> None:
-    """See the module's text for the two ways to run it. OUT gets state.pt, history.json and the drafter; it resumes."""
-    asked = _arguments()
-    config = TrainConfig(
-        rows=asked.rows,
-        anchors=asked.anchors,
-        gamma=asked.gamma,
-        optimizer=asked.optimizer,
-        rate=asked.rate,
-        steps=asked.steps,
-        seconds=asked.seconds,
-        log_every=10 if (asked.steps or 1000) < 100 else 100,
-    )
-    world = World()
-    target = load_target(asked.target, torch.bfloat16 if world.cuda else torch.float32, str(world.device)).model
-    drafter = build_drafter(target, drafter_config(target), world.device, config.seed)
-    trainer = DrafterTrainer(target, drafter, load_shards(asked.corpus, world), config, world)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    checkpoint = asked.out / "state.pt"
-    if checkpoint.exists():
-        trainer.load(checkpoint)
-    trainer.run(save=checkpoint)
-    if world.rank == 0:
-        (asked.out / "history.json").write_text(json.dumps(trainer.history, indent=1))
-        save_drafter(drafter, asked.out / "drafter", target_hashes=target_hashes(target))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a DFlash drafter on a corpus of dscale.train.corpus.")
-    parser.add_argument("target")
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--anchors", type=int, default=192)
-    parser.add_argument("--gamma", type=float, default=7.0)
-    parser.add_argument("--optimizer", default="muon")
-    parser.add_argument("--rate", type=float, default=3e-3)
-    return parser.parse_args()
-
-
-def load_shards(folder: Path, world: World) -> PackedRows:
-    """This process's share of a corpus's training rows."""
-    rows = load_part(folder, "train")
-    return take_rows(rows, np.arange(world.rank, len(rows), world.size))
-
-
-if __name__ == "__main__":
-    main()
+    Slot k holds the token at p + k, which the target predicts at p + k - 1. Slots past the row get its last position;
+    they carry no weight.
+    """
+    rows, length = batch.ids.shape
+    ahead = batch.anchors.position[:, :, None] + torch.arange(width - 1, device=last.device)
+    start = torch.arange(rows, device=last.device)[:, None, None] * length
+    return last[(ahead.clamp(max=length - 1) + start).flatten()]

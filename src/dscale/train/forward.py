@@ -5,7 +5,8 @@ Training, the re-anchored walk, traces and offline evaluation all run this one p
     taps of the frozen target over the packed rows ─► context keys and values of every row
     [anchor, mask, …] per anchor                   ─► drafter ─► hidden of the W-1 new positions
 
-On CUDA it is compiled and uses flex attention over lists of tiles; elsewhere plain attention with dense masks.
+On CUDA it is compiled and uses flex attention over lists of tiles where the sizes are multiples of a tile; elsewhere
+plain attention with dense masks.
 """
 
 from __future__ import annotations
@@ -67,18 +68,26 @@ class BlockForward:
         own = drafter.config.decoder
         self.draft_table = rotary_table(own.rope, own.head_dim, config.length + self.queries, self.device)
         cuda = self.device.type == "cuda"
-        self.flex = config.attention == "flex" or (config.attention == "auto" and cuda)
         tiled = config.length % TILE == 0 and config.anchors * self.queries % TILE == 0 and TILE % self.queries == 0
+        self.flex = config.attention == "flex" or (config.attention == "auto" and cuda and tiled)
         require(
             not self.flex or tiled,
-            f"train.anchors: rows of {config.length} and {config.anchors}·{self.queries} must be multiples of {TILE}",
+            f"train.attention: flex needs rows of {config.length} and {config.anchors}·{self.queries} to be multiples "
+            f"of {TILE}, and {self.queries} a divisor of it; allowed is dense",
         )
         compiled: Callable = (lambda f: torch.compile(f, dynamic=False)) if config.compile and cuda else (lambda f: f)
         self._compiled_taps, self._compiled_hidden = compiled(self._taps), compiled(self._hidden)
+        self._compiled_states = compiled(self._states)
 
     def taps(self, ids: Tensor, first: Tensor) -> Tensor:
         """Packed rows int32 [R, L] → taps [R·L, T·H] of the frozen target."""
-        return self._compiled_taps(ids, first, row_tiles(first) if self.flex else None)
+        with torch.no_grad():
+            return self._compiled_taps(ids, first, row_tiles(first) if self.flex else None)
+
+    def target_states(self, ids: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """As taps, and the target's hidden [R·L, H] after its final norm, for distillation."""
+        with torch.no_grad():
+            return self._compiled_states(ids, first, row_tiles(first) if self.flex else None)
 
     def hidden(self, ids: Tensor, first: Tensor, anchors: Anchors, taps: Tensor) -> Tensor:
         """Hidden [R, A, D, H] after the final norm of the D new positions of every block."""
@@ -91,15 +100,17 @@ class BlockForward:
         labels = block_labels(ids, answer, first, anchors, self.width)
         return self.hidden(ids, first, anchors, self.taps(ids, first)), labels.token, labels.supervised
 
-    @torch.no_grad()
     def _taps(self, ids: Tensor, first: Tensor, tiles: Tiles | None) -> Tensor:
+        return self._states(ids, first, tiles)[0]
+
+    def _states(self, ids: Tensor, first: Tensor, tiles: Tiles | None) -> tuple[Tensor, Tensor]:
         at = torch.arange(self.config.length, device=ids.device)
         angles = self.table[(at - first).flatten()]
         mask = dense_row_mask(first) if tiles is None else flex_row_mask(tiles, first)
         attend = PackedAttention(self.target.config.decoder, angles, ids.shape[0], mask)
-        taps = self.target(ids.flatten(), attend, self.drafter.config.taps)[1]
+        hidden, taps = self.target(ids.flatten(), attend, self.drafter.config.taps)
         assert taps is not None
-        return taps
+        return taps, hidden
 
     def _hidden(
         self, taps: Tensor, inputs: Tensor, positions: Tensor, first: Tensor, anchors: Anchors, tiles: Tiles | None

@@ -1,10 +1,13 @@
-"""The drafter's loss: cross-entropy over the vocabulary, later slots of a block weighted down.
+"""The drafter's loss over the vocabulary, later slots of a block weighted down.
 
-    loss = Σ w_r · (logsumexp(z_r) - z_r[label_r]) / Σ w_r,    z = hidden · headᵀ,    w = exp(-(k - 1) / γ) for slot k
+    loss = Σ w_r · [(1-A) · CE_r + A · distance(p_r, q_r)] / Σ w_r,            w = exp(-(k - 1) / γ) for slot k
+    CE   = logsumexp(z) - z[label],   z = hidden · headᵀ,   p = softmax(z),    q = softmax(target's own logits)
+    l1   = Σ_v |p_v - q_v|            its slope by z: p ∘ (s - ⟨s, p⟩),        s = sign(p - q)
+    kl   = Σ_v q_v · log(q_v / p_v)   its slope by z: p - q
 
-The [rows, V] logits never exist at once: rows go through in chunks, and each chunk's gradient with respect to its
-hidden rows is made right there (the head is frozen, so nothing else is needed). The weights of the
-mean are known before, so its gradient is too.
+The [rows, V] logits of neither model ever exist at once: rows go through in chunks, and each chunk's gradient with
+respect to its hidden rows is made right there (the head is frozen, so nothing else is needed). The weights of the mean
+are known before, so its gradient is too.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dscale.config import require
+from dscale.train.recipe import DISTANCES
+
 
 def slot_weights(supervised: Tensor, gamma: float) -> Tensor:
     """supervised bool [..., W-1] → weights float32 of the same shape; slot 1 weighs 1."""
@@ -23,7 +29,7 @@ def slot_weights(supervised: Tensor, gamma: float) -> Tensor:
 
 
 def chunk_terms(hidden: Tensor, label: Tensor, weight: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk: hidden [C, H], label [C], weight [C], head [V, H] → (Σ w·loss, gradient [C, H], correct [C])."""
+    """One chunk: hidden [C, H], label [C], weight [C], head [V, H] → (Σ w·CE, gradient [C, H], correct [C])."""
     logits = hidden @ head.t()
     wide = logits.float()
     total = wide.logsumexp(-1)
@@ -34,16 +40,55 @@ def chunk_terms(hidden: Tensor, label: Tensor, weight: Tensor, head: Tensor) -> 
     return ((total - picked) * weight).sum(), slope @ head, picked >= wide.amax(-1)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """(hidden [N, H], label [N], weight [N], head [V, H]) → (Σ weight · cross-entropy, correct bool [N])."""
+def distil_terms(
+    share: float, distance: str, hidden: Tensor, label: Tensor, weight: Tensor, truth: Tensor, head: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As chunk_terms with A = share; truth [C, H]: the target's final hidden that predicts the same token."""
+    wide = (hidden @ head.t()).float()
+    total = wide.logsumexp(-1)
+    log_p, log_q = wide - total[:, None], (truth @ head.t()).float().log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    picked = wide.gather(1, label[:, None]).squeeze(1)
+    column = torch.arange(head.shape[0], device=hidden.device)
+    delta = p - (column[None, :] == label[:, None]).float()
+    if distance == "l1":
+        sign = (p - q).sign()
+        apart, bend = (p - q).abs().sum(-1), p * (sign - (sign * p).sum(-1, keepdim=True))
+    else:
+        apart, bend = (q * (log_q - log_p)).sum(-1), p - q
+    slope = (((1 - share) * delta + share * bend) * weight[:, None]).to(hidden.dtype)
+    loss = (((1 - share) * (total - picked) + share * apart) * weight).sum()
+    return loss, slope @ head, picked >= wide.amax(-1)
+
+
+def loss_terms(share: float, distance: str, compiled: bool) -> Callable:
+    """The chunk function of a recipe: plain cross-entropy, or with distillation when share > 0."""
+    require(distance in DISTANCES, f"train.distance: {distance!r}; allowed are {', '.join(DISTANCES)}")
+
+    def distilled(hidden: Tensor, label: Tensor, weight: Tensor, truth: Tensor, head: Tensor) -> tuple[Tensor, ...]:
+        return distil_terms(share, distance, hidden, label, weight, truth, head)
+
+    chosen: Callable = distilled if share else chunk_terms
+    return torch.compile(chosen, dynamic=False) if compiled else chosen
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """(hidden [N, H], label [N], weight [N], truth [N, H] or None, head [V, H]) → (Σ weight · loss, correct [N])."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, label: Tensor, weight: Tensor, head: Tensor, chunks: int, terms: Callable
+        ctx: Any,
+        hidden: Tensor,
+        label: Tensor,
+        weight: Tensor,
+        truth: Tensor | None,
+        head: Tensor,
+        chunks: int,
+        terms: Callable,
     ) -> tuple[Tensor, Tensor]:
         losses, slopes, correct = [], [], []
-        split = [part.chunk(chunks) for part in (hidden.detach().to(head.dtype), label, weight)]
-        for piece in zip(*split, strict=True):
+        parts = [hidden.detach().to(head.dtype), label, weight] + ([] if truth is None else [truth.to(head.dtype)])
+        for piece in zip(*(part.chunk(chunks) for part in parts), strict=True):
             loss, slope, hit = terms(*piece, head)
             losses.append(loss)
             slopes.append(slope)
@@ -57,7 +102,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope,) = ctx.saved_tensors
-        return (slope * grad).to(ctx.dtype), None, None, None, None, None
+        return (slope * grad).to(ctx.dtype), None, None, None, None, None, None
 
 
 def block_loss(
@@ -68,11 +113,12 @@ def block_loss(
     total_weight: Tensor,
     chunks: int = 1,
     terms: Callable = chunk_terms,
+    truth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ weight · cross-entropy / total_weight, and which rows were right. Shapes as in ChunkedCrossEntropy.
+    """Σ weight · loss / total_weight, and which rows were right. Shapes as in ChunkedLoss.
 
-    total_weight: the sum of weights the mean is taken over, which may span several processes. terms: chunk_terms or a
-    compiled version of it.
+    total_weight: the sum of weights the mean is taken over, which may span several batches and processes. terms: of
+    loss_terms; truth goes with its distillation.
     """
     scaled = weight / total_weight.clamp_min(1e-6)
-    return ChunkedCrossEntropy.apply(hidden, label, scaled, head, chunks, terms)
+    return ChunkedLoss.apply(hidden, label, scaled, truth, head, chunks, terms)

@@ -1,7 +1,7 @@
 """AdamW, or Muon for the matrices and AdamW for the rest.
 
 Muon (Jordan 2024; scaling of Moonlight, arXiv 2502.16982): the momentum of a matrix is replaced by the nearest
-semi-orthogonal matrix (five Newton-Schulz turns in bfloat16) and scaled to the size an AdamW step has,
+semi-orthogonal matrix (five Newton-Schulz turns) and scaled to the size an AdamW step has,
 so both share one
 learning rate. Fused projections are split into the matrices they hold, and equal shapes go through together.
 """
@@ -23,9 +23,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(x: Tensor, turns: int = 5) -> Tensor:
-    """Batch of matrices [N, m, n] → roughly the nearest semi-orthogonal ones, bfloat16."""
+    """Batch of matrices [N, m, n] → roughly the nearest semi-orthogonal ones; bfloat16 on CUDA, else float32."""
     a, b, c = NEWTON_SCHULZ
-    y = x.bfloat16()
+    y = x.bfloat16() if x.is_cuda else x.float()
     tall = y.shape[1] > y.shape[2]
     y = y.transpose(1, 2) if tall else y
     y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
