@@ -21,7 +21,7 @@ from dscale.kernels.top_logits import TopLogits, argmax, top_logits
 from dscale.models.decoder import Target
 from dscale.speculation.confidence import ConfidenceModel
 from dscale.speculation.features import FeatureProjections, draft_features
-from dscale.speculation.predictor import Predictor, survival
+from dscale.speculation.predictor import Predictor
 from dscale.speculation.workspace import StepShape
 
 Allocate = Callable[[Tensor, int, Tensor], Tensor]  # (q [N, W], total slots, live [N]) → k [N]
@@ -144,7 +144,7 @@ class PredictorScorer(Scorer):
         top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
         groups = self.predictor.config.features
         features = draft_features(top, hidden, live.sum(), initial, self.projections, groups)
-        return Draft(top.ids[..., 0], survival(self.predictor(features)), top)
+        return Draft(top.ids[..., 0], self.predictor.survival(features), top)
 
 
 class ConfidenceScorer(Scorer):

@@ -2,6 +2,7 @@
 
 z = W2 · relu(W1 · features + b1) + b2        one logit per new position; standardisation is folded into W1, b1
 q_0 = 1,  q_j = min over t ≤ j of σ(z_t)      position j needs its predecessors
+q_j = Π over t ≤ j of σ(z_t)                  with the hazard head: z_t speaks of draft t once those before it passed
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from dscale.speculation.features import GROUPS, feature_size
 WEIGHTS = "predictor.safetensors"
 KIND = "dscale-predictor"
 LENGTH_WEIGHT = 0.02  # of the squared error of the accepted length, in the loss
+HEADS = ("survival", "hazard")
 
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """What a predictor was fitted for. drafter_hash: its drafter's; metrics: its quality on held-out prompts."""
+    """What a predictor was fitted for. drafter_hash: its drafter's; metrics: its quality on held-out prompts.
+
+    head: what σ(z_j) is. "survival": that the first j drafts pass; "hazard": that draft j passes once j - 1 did.
+    """
 
     width: int
     drafter_hash: str
@@ -35,10 +40,12 @@ class PredictorConfig:
     hidden_units: int = 64
     projection_seed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    head: str = "survival"
 
     def __post_init__(self) -> None:
         require(self.width >= 2, f"predictor width: {self.width} must be at least 2")
         require(self.hidden_units >= 1, f"predictor hidden_units: {self.hidden_units} must be at least 1")
+        require(self.head in HEADS, f"predictor head: {self.head!r}; allowed are {', '.join(HEADS)}")
         known = tuple(group for group in GROUPS if group in self.features)
         require(
             len(known) == len(self.features) > 0,
@@ -69,6 +76,10 @@ class Predictor(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Feature rows [N, F] float32 → logits z [N, W-1]."""
         return self.second(functional.relu(self.first(features)))
+
+    def survival(self, features: Tensor) -> Tensor:
+        """Feature rows [N, F] float32 → q [N, W] float32, 1 first and nonincreasing."""
+        return survival(self(features), self.config.head)
 
     @torch.no_grad()
     def fold(self, mean: Tensor, std: Tensor) -> None:
@@ -129,18 +140,28 @@ def read_config(folder: Path) -> PredictorConfig:
         raise InputError(f"predictor {path}: {error}") from error
 
 
-def survival(z: Tensor) -> Tensor:
+def survival(z: Tensor, head: str = "survival") -> Tensor:
     """Logits z [N, W-1] → q [N, W] float32, the chance that the first j drafts all pass: 1 first, nonincreasing."""
-    chances = torch.sigmoid(z.float()).cummin(-1).values
+    passes = torch.sigmoid(z.float())
+    chances = passes.cumprod(-1) if head == "hazard" else passes.cummin(-1).values
     return torch.cat([torch.ones_like(chances[:, :1]), chances], dim=-1)
 
 
-def predictor_loss(z: Tensor, accepted: Tensor) -> Tensor:
+def predictor_loss(z: Tensor, accepted: Tensor, slots: Tensor | None = None, head: str = "survival") -> Tensor:
     """Training loss (dscale.md §2): mean binary cross-entropy + 0.02 · MSE(Σ_j σ(z_j), accepted).
 
-    z [N, W-1]; accepted [N] integer, drafts accepted under full-width verification. Scalar.
+    z [N, W-1]; accepted [N] integer, drafts accepted when slots [N] rows were verified; None: all W. Scalar.
+
+    Of a block cut at `slots` rows only positions j < slots count, in both terms: had all of them passed, nothing is
+    known of the later ones. Had one failed the later ones failed too, yet they are left out all the same: kept only
+    where they failed they would pull q down. Since slots are chosen without looking at acceptance, what is left is
+    unbiased. The hazard head learns from positions that were reached, j ≤ accepted + 1, and its length is Σ_j q_j.
     """
     positions = torch.arange(1, z.shape[-1] + 1, device=z.device)
+    seen = (positions < slots[:, None]) if slots is not None else torch.ones_like(z, dtype=torch.bool)
     labels = (positions <= accepted[:, None]).to(z.dtype)
-    length_error = functional.mse_loss(torch.sigmoid(z).sum(-1), accepted.to(z.dtype))
-    return functional.binary_cross_entropy_with_logits(z, labels) + LENGTH_WEIGHT * length_error
+    chances = survival(z, head)[:, 1:] if head == "hazard" else torch.sigmoid(z)
+    length_error = functional.mse_loss((chances * seen).sum(-1), accepted.to(z.dtype))
+    known = seen & (positions <= accepted[:, None] + 1) if head == "hazard" else seen
+    errors = functional.binary_cross_entropy_with_logits(z, labels, reduction="none")
+    return (errors * known).sum() / known.sum().clamp_min(1) + LENGTH_WEIGHT * length_error

@@ -1,38 +1,41 @@
-"""Fit the acceptance predictor to traces (dscale.md §2, Predictor) and report how good it is on prompts it never saw.
+"""Fit the acceptance predictor to traces (dscale.md §2, Predictor).
 
-Prompts are split by a hash into train, validation and holdout. Loss: binary cross-entropy per position + 0.02 · squared
-error of the accepted length. The epoch with the lowest validation loss is kept; standardisation is folded into the
-first layer.
+Prompts are split by a hash of their id into train, validation and holdout, so a prompt stays in its part when traffic
+is added. Loss: predictor_loss (speculation/predictor.py), which knows of blocks that were not verified to their end.
+The epoch with the lowest validation loss is kept; standardisation is folded into the first layer.
 
-    python -m dscale.train.predictor TRACES.npz OUT --drafter models/smollm2-135m-dflash
+    dscale fit TRACES OUT --drafter models/smollm2-135m-dflash
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dscale.config import require
-from dscale.models.drafter_checkpoint import drafter_hash
-from dscale.speculation.budget import allocate_exact, initial_windows
-from dscale.speculation.predictor import Predictor, PredictorConfig, predictor_loss, survival
+from dscale.speculation.features import GROUPS, feature_size
+from dscale.speculation.predictor import HEADS, Predictor, PredictorConfig
+from dscale.train.network import Examples, Mlp, Progress, forward, merge, train_network
 from dscale.train.traces import Traces
 
-BUDGETS = (4, 5, 6, 7, 8)  # slots a request, anchor included
+PARTS = ("train", "validation", "holdout")
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """validation and holdout are shares of the prompts; patience counts epochs without a better validation loss."""
+    """How to fit. validation and holdout are shares of the prompts; patience counts epochs without a better
+    validation loss; features are groups of speculation/features.py; members are networks whose logits are averaged
+    into one of members · hidden_units units."""
 
+    features: tuple[str, ...] = ("confidence", "context")
+    head: str = "survival"
+    hidden_units: int = 64
+    members: int = 1
     rate: float = 1e-3
     batch: int = 1024
     epochs: int = 60
@@ -43,139 +46,124 @@ class FitConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.rate > 0, f"fit.rate: {self.rate} must be positive")
+        known = tuple(group for group in GROUPS if group in self.features)
         require(
-            self.batch > 0 and self.epochs > 0, f"fit.batch, fit.epochs: {self.batch}, {self.epochs} must be positive"
+            len(known) == len(self.features) > 0,
+            f"fit.features: {', '.join(self.features) or 'none'}; allowed are {', '.join(GROUPS)}",
         )
+        object.__setattr__(self, "features", known)
+        require(self.head in HEADS, f"fit.head: {self.head!r}; allowed are {', '.join(HEADS)}")
+        for name in ("hidden_units", "members", "batch", "epochs", "patience"):
+            require(getattr(self, name) > 0, f"fit.{name}: {getattr(self, name)} must be positive")
+        require(self.rate > 0 and math.isfinite(self.rate), f"fit.rate: {self.rate} must be positive")
+        require(self.weight_decay >= 0, f"fit.weight_decay: {self.weight_decay} must not be negative")
         shares = self.validation + self.holdout
         require(
             min(self.validation, self.holdout) > 0 and shares < 1,
-            f"fit.validation + fit.holdout: {shares} must be under 1",
+            f"fit.validation, fit.holdout: {self.validation}, {self.holdout} must be positive, together under 1",
         )
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_units": 16, "batch": 128, "epochs": 8, "patience": 4},
+    "full": {},
+}
+
+
+def prompt_places(prompt: np.ndarray, seed: int) -> np.ndarray:
+    """float64 in [0, 1) of prompt ids int64 [N]: a hash of id and seed (SplitMix64), the same on any machine."""
+    with np.errstate(over="ignore"):
+        x = prompt.astype(np.int64).view(np.uint64) + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)).astype(np.float64) / float(1 << 53)
+
+
 def split_by_prompt(prompt: np.ndarray, config: FitConfig) -> dict[str, np.ndarray]:
-    """Rows of train, validation and holdout; no prompt is in two of them. prompt [N]."""
-    names = np.unique(prompt)
-    draw = np.random.default_rng(config.seed).random(len(names))
-    place = draw[np.searchsorted(names, prompt)]
-    return {
-        "holdout": np.flatnonzero(place < config.holdout),
-        "validation": np.flatnonzero((place >= config.holdout) & (place < config.holdout + config.validation)),
-        "train": np.flatnonzero(place >= config.holdout + config.validation),
-    }
+    """Rows of train, validation and holdout; no prompt is in two of them. prompt int64 [N].
 
-
-def fit(
-    traces: Traces, config: PredictorConfig, how: FitConfig, device: str = "cpu"
-) -> tuple[Predictor, dict[str, float]]:
-    """The predictor of the best epoch, standardisation folded in, and its metrics on the holdout prompts."""
-    parts = {name: traces.select(rows) for name, rows in split_by_prompt(traces.prompt, how).items()}
-    for name, part in parts.items():
-        require(len(part.accepted) > 0, f"traces: no record in {name}; more prompts are needed")
-    x = {name: torch.from_numpy(part.features).to(device).float() for name, part in parts.items()}
-    y = {name: torch.from_numpy(part.accepted.astype(np.int64)).to(device) for name, part in parts.items()}
-    mean, std = x["train"].mean(0), x["train"].std(0, correction=0)
-    scaled = {name: ((value - mean) / std.clamp_min(1e-6)).clamp(-12, 12) for name, value in x.items()}
-    torch.manual_seed(how.seed)
-    predictor = Predictor(config).to(device)
-    _train(predictor, scaled, y, how)
-    predictor.fold(mean, std)
-    with torch.no_grad():
-        z = predictor(x["holdout"])
-    metrics = quality(z, y["holdout"], how.seed)
-    metrics |= {f"records_{name}": float(len(value)) for name, value in y.items()}
-    return _with_metrics(predictor, metrics), metrics
-
-
-def _with_metrics(predictor: Predictor, metrics: dict[str, float]) -> Predictor:
-    made = Predictor(replace(predictor.config, metrics=metrics))
-    made.load_state_dict(predictor.state_dict())
-    return made.eval()
-
-
-def _train(predictor: Predictor, x: dict[str, Tensor], y: dict[str, Tensor], how: FitConfig) -> None:
-    """Epochs with early stopping; leaves the best weights in the predictor."""
-    optimizer = torch.optim.AdamW(predictor.parameters(), lr=how.rate, weight_decay=how.weight_decay)
-    best, kept, waited = math.inf, copy.deepcopy(predictor.state_dict()), 0
-    for _ in range(how.epochs):
-        for rows in torch.randperm(len(y["train"])).to(y["train"].device).split(how.batch):
-            optimizer.zero_grad()
-            predictor_loss(predictor(x["train"][rows]), y["train"][rows]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            loss = float(predictor_loss(predictor(x["validation"]), y["validation"]))
-        if loss < best:
-            best, kept, waited = loss, copy.deepcopy(predictor.state_dict()), 0
-        else:
-            waited += 1
-        if waited >= how.patience:
-            break
-    predictor.load_state_dict(kept)
-
-
-@torch.no_grad()
-def quality(z: Tensor, accepted: Tensor, seed: int = 0) -> dict[str, float]:
-    """Metrics of logits z [N, W-1] against accepted [N].
-
-    r2, mae: of the expected accepted length Σ q. retention_…: share of accepted drafts that survive the chosen lengths,
-    Σ min(y, k - 1) / Σ y: raw windows, a shared budget for 8 or 32 requests drawn at random, the same width for all,
-    and
-    the best any allocation could do.
+    A handful of prompts may leave a part empty: it then takes the prompt whose hash is nearest. InputError below three.
     """
-    z, accepted = z.float().cpu(), accepted.cpu()
-    q = survival(z)
-    length, y = q[:, 1:].sum(-1), accepted.float()
-    out = {
-        "r2": float(1 - ((length - y) ** 2).sum() / ((y - y.mean()) ** 2).sum().clamp_min(1e-9)),
-        "mae": float((length - y).abs().mean()),
-        "mean_accepted": float(y.mean()),
-        "retention_raw": retention(accepted, initial_windows(q)),
-        "slots_raw": float(initial_windows(q).float().mean()),
-    }
-    truth = (torch.arange(q.shape[1]) <= accepted[:, None]).float()
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    for slots in BUDGETS:
-        if slots > q.shape[1]:
-            continue
-        for lanes in (8, 32):
-            out[f"retention_{slots}_of_{lanes}"] = _shared(q, accepted, order, slots, lanes)
-        out[f"retention_{slots}_oracle"] = _shared(truth, accepted, order, slots, 8)
-        out[f"retention_{slots}_fixed"] = retention(accepted, torch.full_like(accepted, slots))
-    return {name: round(value, 4) for name, value in out.items()}
+    names = np.unique(prompt)
+    require(len(names) >= 3, f"traces: {len(names)} prompts; train, validation and holdout need three at least")
+    place = prompt_places(names, config.seed)
+    order = np.argsort(place, kind="stable")
+    held = int((place < config.holdout).sum())
+    checked = int((place < config.holdout + config.validation).sum())
+    held = min(max(held, 1), len(names) - 2)
+    checked = min(max(checked, held + 1), len(names) - 1)
+    part = np.zeros(len(names), np.int64)
+    part[order[:held]], part[order[held:checked]] = 2, 1
+    of_row = part[np.searchsorted(names, prompt)]
+    return {name: np.flatnonzero(of_row == number) for number, name in enumerate(PARTS)}
 
 
-def retention(accepted: Tensor, k: Tensor) -> float:
-    """Σ min(y, k - 1) / Σ y for accepted y [N] and lengths k [N]."""
-    return float(torch.minimum(accepted, k - 1).sum() / accepted.sum().clamp_min(1))
+def columns_of(width: int, stored: tuple[str, ...], wanted: tuple[str, ...]) -> np.ndarray:
+    """Columns of `wanted` groups in feature rows that hold the groups `stored`; InputError when one is not there."""
+    missing = [group for group in wanted if group not in stored]
+    require(not missing, f"traces: hold {', '.join(stored)}; {', '.join(missing)} wanted; trace with these groups")
+    found, at = [], 0
+    for group in (group for group in GROUPS if group in stored):
+        size = feature_size(width, (group,))
+        found += [np.arange(at, at + size)] * (group in wanted)
+        at += size
+    return np.concatenate(found)
 
 
-def _shared(q: Tensor, accepted: Tensor, order: Tensor, slots: int, lanes: int, groups: int = 1500) -> float:
-    """Retention when `lanes` records at a time share slots · lanes slots."""
-    kept = total = 0
-    live = torch.ones(lanes, dtype=torch.bool)
-    for rows in order.split(lanes)[:groups]:
-        if len(rows) < lanes:
-            continue
-        k = allocate_exact(q[rows], slots * lanes, live)
-        kept += int(torch.minimum(accepted[rows], k - 1).sum())
-        total += int(accepted[rows].sum())
-    return kept / max(1, total)
+@dataclass(frozen=True)
+class Fitted:
+    """network takes raw feature rows (with any extra columns); splits: rows of each part; z [H, W-1] float32 on the
+    CPU: its logits of the holdout."""
+
+    network: Mlp
+    splits: dict[str, np.ndarray]
+    z: torch.Tensor
 
 
-def main() -> None:
-    """See the module's text."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("traces", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--drafter", required=True)
-    parser.add_argument("--width", type=int, default=16)
-    asked = parser.parse_args()
-    config = PredictorConfig(width=asked.width, drafter_hash=drafter_hash(asked.drafter))
-    predictor, metrics = fit(Traces.load(asked.traces), config, FitConfig())
-    predictor.save(asked.out)
-    print(json.dumps(metrics, indent=2))
+def fit_network(
+    traces: Traces, config: FitConfig, device: str = "cpu", start: Mlp | None = None, extra: np.ndarray | None = None,
+    checkpoint: Path | None = None, progress: Progress | None = None,
+) -> Fitted:  # fmt: skip
+    """Fit config.members networks and join them; extra float [N, E] are columns put behind the features.
+
+    checkpoint: a file name that killed fits go on from, one per member (".0", ".1", … is appended).
+    """
+    splits = split_by_prompt(traces.prompt, config)
+    columns = columns_of(traces.width, traces.groups, config.features)
+    parts = {name: examples_of(traces, rows, columns, extra, device) for name, rows in splits.items()}
+    members = []
+    for member in range(config.members):
+        file = checkpoint.with_name(f"{checkpoint.name}.{member}") if checkpoint is not None else None
+        seeded = replace(config, seed=config.seed + member)
+        members.append(
+            train_network(parts["train"], parts["validation"], traces.width - 1, seeded, start, file, progress)
+        )
+    network = merge(members) if len(members) > 1 else members[0]
+    return Fitted(network, splits, forward(network, parts["holdout"].features).cpu())
 
 
-if __name__ == "__main__":
-    main()
+def examples_of(
+    traces: Traces, rows: np.ndarray, columns: np.ndarray, extra: np.ndarray | None, device: str
+) -> Examples:
+    """The records of some rows on a device, with the wanted columns and any extra ones."""
+    whole = len(columns) == traces.features.shape[1]
+    features = traces.features[rows] if whole else traces.features[np.ix_(rows, columns)]
+    if extra is not None:
+        features = np.concatenate([features, extra[rows].astype(np.float16)], axis=1)
+    return Examples.of(features, traces.accepted[rows], traces.slots[rows], device)
+
+
+def predictor_of(network: Mlp, config: PredictorConfig) -> Predictor:
+    """A predictor, on the CPU, with the weights of a fitted network."""
+    predictor = Predictor(config)
+    predictor.load_state_dict({name: value.cpu() for name, value in network.state_dict().items()})
+    return predictor.eval().requires_grad_(False)
+
+
+def network_of(predictor: Predictor) -> Mlp:
+    """A predictor's weights as a network that training can start from."""
+    config = predictor.config
+    network = Mlp(config.feature_size, config.hidden_units, config.width - 1)
+    network.load_state_dict(predictor.state_dict())
+    return network
