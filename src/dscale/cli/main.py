@@ -10,6 +10,7 @@ from dscale.cli.chat import chat
 from dscale.cli.check import app as check
 from dscale.cli.demo import demo
 from dscale.cli.evaluate import app as evaluate
+from dscale.cli.fit import fit
 from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
 from dscale.cli.trace import trace
@@ -28,6 +29,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 app.command()(inspect)
+app.command()(fit)
 app.command()(trace)
 app.add_typer(evaluate)
 app.add_typer(train)
