@@ -222,3 +222,16 @@ def test_tiny_preset(dscale, folders, corpus, prompts, tmp_path):  # noqa: F811
     assert record["requests"] == 14
     assert record["records"] == len(Traces.open(tmp_path / "out"))
     assert set(record["workloads"]) == {"corpus", "words"}
+
+
+def test_generate_records_what_it_verifies(dscale, folders, prompts, tmp_path):  # noqa: F811
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": text}) for text in TEXTS))
+    asked = ["generate", "-m", folders["target"], "-d", folders["drafter"], "--dtype", "float32", "--device", "cpu"]
+    more = ["--policy", "fixed:6", "--prompts", rows, "--max-tokens", CAP, "--json"]
+    code, out, _ = dscale(*asked, *more, "--record", tmp_path / "traffic")
+    assert code == 0
+    traces = Traces.open(tmp_path / "traffic")
+    assert traces.workloads == ("live",)
+    assert len(np.unique(traces.request)) == json.loads(out)["requests"] == len(TEXTS)
+    refused(dscale(*asked, "--policy", "off", "w1", "--record", tmp_path / "none"), "drafts nothing")

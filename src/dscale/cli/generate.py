@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -21,6 +23,7 @@ from dscale.config import InputError, SamplingParams, require
 if TYPE_CHECKING:
     from dscale.engine.llm import LLM
     from dscale.engine.outputs import RequestOutput
+    from dscale.engine.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ def generate(
     prompts: Annotated[Path | None, typer.Option(help="JSONL rows with `prompt` or `messages`, optional `id`.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL of answers; rows already there are not made again.")] = None,
     max_requests: Annotated[int, typer.Option(help="Most requests decoded together.")] = 16,
+    record: Annotated[Path | None, typer.Option(help="Folder for traces of what is verified, for dscale fit.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -63,15 +67,39 @@ def generate(
     require(out is None or prompts is not None, "--out: goes with --prompts FILE")
     rows = [Row("0", prompt, None)] if prompts is None else read_prompts(prompts)
     done = finished_ids(out) if out is not None else set()
+    recorder = new_recorder() if record is not None else None
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
-        dtype=dtype, device=device, max_requests=max_requests,
+        dtype=dtype, device=device, max_requests=max_requests, recorder=recorder,
     )  # fmt: skip
     pending = [row for row in rows if row.id not in done]
     ids = [token_ids(llm, row, raw) for row in pending]
-    summary = answer(llm, pending, ids, params, out, quiet=as_json)
+    with recording(llm, recorder, record):
+        summary = answer(llm, pending, ids, params, out, quiet=as_json)
     if as_json:
         print(json.dumps({"model": model, "skipped": len(rows) - len(pending), **summary}))
+
+
+def new_recorder() -> Recorder:
+    """A recorder of the default feature groups."""
+    from dscale.engine.recorder import Recorder
+
+    return Recorder()
+
+
+@contextmanager
+def recording(llm: LLM, recorder: Recorder | None, folder: Path | None) -> Iterator[None]:
+    """Traces of what is verified meanwhile, added to the folder; nothing without a recorder."""
+    if recorder is None or folder is None:
+        yield
+        return
+    from dscale.train.live_traces import LiveTraces
+
+    live = LiveTraces.attach(recorder, llm, folder)
+    try:
+        yield
+    finally:
+        live.close()
 
 
 def read_prompts(path: Path) -> list[Row]:
