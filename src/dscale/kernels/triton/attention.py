@@ -1,8 +1,8 @@
 """Choice of tiles and launch of the Triton attention kernels (formulas in attention_kernels.py).
 
-Everything that varies from step to step is read on the device. Host numbers fix the grid and the scratch: lanes, max_rows
-and, when deterministic, max_context; so a launch captured in a graph serves every later content of starts, contexts,
-lanes and page table within these.
+Everything that varies from step to step is read on the device. Host numbers fix the grid and the scratch: lanes, rows a
+lane and, when deterministic, max_context. So a launch captured in a graph serves every later content of starts,
+contexts, lanes and page table within these.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """paged_attention of kernels/attention.py on a CUDA device (or in Triton's interpreter)."""
+    """`paged_attention` of kernels/attention.py on a CUDA device (or in Triton's interpreter)."""
     prefill = is_prefill(batch)
     group = q.shape[1] // key_cache.shape[1]
     packed = packed_heads(batch.options, group, prefill)

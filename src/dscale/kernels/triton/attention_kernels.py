@@ -101,7 +101,7 @@ def _clear(out, first, rows, step, HEADS: tl.constexpr, D: tl.constexpr):
             tl.store(out + (row * HEADS + head) * D + tl.arange(0, D), tl.zeros([D], out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "lane_count", "chunks_wanted"])
 def decode_kernel(
     q, keys, values, out, table, lanes, starts, contexts, partial, stats, arrivals,
     rows, lane_count, table_stride, q_row, q_head, chunks_wanted, scale, window, key_scale, value_scale,
@@ -186,7 +186,7 @@ def decode_kernel(
                     tl.store(arrival, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "lane_count"])
 def prefill_kernel(
     q, keys, values, out, table, lanes, starts, contexts,
     rows, lane_count, table_stride, q_row, q_head, scale, window, key_scale, value_scale,
