@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from dscale.cli.evaluate_drafter import drafter
+from dscale.cli.evaluate_policies import policies
 
 app = typer.Typer(
     name="evaluate",
@@ -13,6 +14,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(drafter)
+app.command()(policies)
 
 
 @app.callback()
