@@ -72,7 +72,7 @@ def fit(
 def _print(record: dict[str, Any], out: Path) -> None:
     console = Console()
     if not console.is_terminal:
-        console = Console(width=140)  # the table of variants is wide
+        console = Console(width=160)  # the table of variants is wide
     if record["already"]:
         console.print(f"{out}: complete already; nothing was changed", highlight=False, soft_wrap=True)
     scores = record["holdout"]
@@ -119,7 +119,7 @@ def _print_retention(console: Console, record: dict[str, Any]) -> None:
 def _print_comparison(console: Console, comparison: dict[str, Any]) -> None:
     table = Table(title=f"Variants, 95% intervals over prompts; retention at {comparison['slots']} slots, 8 requests")
     for name in ("variant", "parameters", "R²", "difference", "retention %", "difference, points"):
-        table.add_column(name, justify="left" if name == "variant" else "right")
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
     for name, row in comparison["variants"].items():
         r2, kept = row["r2"], row["retention"]
         table.add_row(
