@@ -25,6 +25,9 @@ def test_reads_all_three_kinds_of_row(tmp_path):
     assert read_workload(str(file), 1).prompts == one.prompts[:1]
     with pytest.raises(InputError, match="'mixed' is given twice"):
         read_workloads([str(file), str(file)], 0)
+    for name in ("a/b", "all", "holdout"):
+        with pytest.raises(InputError, match=f"workload '{name}'"):
+            read_workloads([f"{file}={name}"], 0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ import numpy as np
 
 from dscale.config import InputError, require
 from dscale.models.tokenizer import Tokenizer
+from dscale.train.rows import PARTS
 
+RESERVED = ("all", *PARTS)  # the pooled table and the parts of a corpus
 BUILT_IN = (
     "List the days of the week, one per line.",
     "A box holds 12 pencils. How many pencils are in 7 boxes? Show the multiplication.",
@@ -44,6 +47,8 @@ def read_workloads(files: Sequence[str], limit: int) -> list[Workload]:
     found = [read_workload(file, limit) for file in files]
     names = [one.name for one in found]
     for name in names:
+        plain = bool(re.fullmatch(r"[\w.-]+", name)) and name not in RESERVED
+        require(plain, f"--prompts: workload {name!r}; allowed are letters, digits, . _ - and not {RESERVED}")
         require(names.count(name) == 1, f"--prompts: workload {name!r} is given twice; name one with FILE=NAME")
     return found
 
