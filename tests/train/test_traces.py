@@ -1,6 +1,7 @@
 """Trace folders read back, and recorded steps against the walk over acceptance at every position."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from dscale.train.artifacts import Stage
 from dscale.train.forward import BlockForward, ForwardConfig
 from dscale.train.rows import answers
 from dscale.train.trace_walk import collect
-from dscale.train.traces import TRACES, Traces, check_groups, join_traces, write_traces
+from dscale.train.traces import TRACES, Traces, check_groups, join_traces, prompt_id, trace_stats, write_traces
 from dscale.train.walk import accepted_everywhere, walk_rows
 
 from .tiny import tiny_drafter, tiny_rows, tiny_target
@@ -115,3 +116,28 @@ def test_only_greedy_and_wanted_conversations_are_walked():
     traces = collect(tiny_forward(24), rows, CONFIDENCE, wanted=wanted)
     assert sorted(set(traces.prompt.tolist())) == [1, 3]
     assert sorted(set(traces.request.tolist())) == [0, 1]
+
+
+def test_figures_by_hand():
+    """Request 0 ends with its bonus token, request 1 inside a block with an accepted draft: 4 + 1 and 1 + 2 tokens."""
+    made = made_up([0, 1, 0, 1])
+    values = {
+        "accepted": np.array([3, 0, 0, 2], np.int16),
+        "slots": np.array([4, 4, 4, 3], np.int16),
+        "position": np.array([0, 0, 4, 1], np.int32),
+        "workload": np.array([0, 1, 0, 1], np.int16),
+    }
+    traces = replace(made, **values, workloads=("a", "b", "never"))
+    assert traces.exact.tolist() == [True, True, True, False]
+    stats = trace_stats(traces)
+    assert list(stats["workloads"]) == ["a", "b"]
+    assert stats["workloads"]["a"] == {
+        "requests": 1, "prompts": 1, "records": 2, "mean_accepted": 1.5, "progress": 2.5, "exact": 1.0,
+    }  # fmt: skip
+    assert stats["workloads"]["b"]["progress"] == (1 + 2) / 2
+    assert (stats["requests"], stats["records"], stats["progress"]) == (2, 4, 2.0)
+
+
+def test_the_id_of_a_prompt_is_that_of_its_tokens():
+    assert prompt_id([1, 2, 3]) == prompt_id((1, 2, 3)) != prompt_id([1, 2])
+    assert 0 <= prompt_id([7]) < 1 << 63

@@ -59,17 +59,20 @@ def collect(
     Their requests are numbered from 0; the only workload is "corpus".
     """
     talks = talks_of(rows, rows.greedy if wanted is None else wanted & rows.greedy)
-    count, step, device = forward.config.anchors, forward.config.rows, forward.device
+    step, device = forward.config.rows, forward.device
+    compiled = device.type == "cuda"  # for passes of one size
     parts = [Traces.empty(reader.groups, forward.width, ("corpus",))]
     for start in range(0, len(rows), step):
-        picked = np.minimum(np.arange(start, start + step), len(rows) - 1)
+        picked = np.arange(start, start + step if compiled else min(start + step, len(rows))).clip(max=len(rows) - 1)
         members = [talks[row] if start + place < len(rows) else [] for place, row in enumerate(picked)]
         if not any(members):
             continue
         ids, first, answer = (torch.from_numpy(part[picked]).to(device) for part in (rows.ids, rows.first, rows.answer))
         batch = Batch(ids, first, answer, forward.taps(ids, first))
-        for left in range(0, max(map(len, members)), count):
-            parts += walk_batch(forward, batch, [row[left : left + count] for row in members], reader, lanes)
+        most = max(map(len, members))
+        count = forward.config.anchors if compiled else min(most, forward.config.anchors)
+        for left in range(0, most, count):
+            parts += walk_batch(forward, batch, [row[left : left + count] for row in members], count, reader, lanes)
     traces = join_traces(parts)
     return traces.select(np.lexsort((traces.position, traces.request)))
 
@@ -84,10 +87,10 @@ class Batch(NamedTuple):
 
 
 def walk_batch(
-    forward: BlockForward, batch: Batch, members: list[list[Talk]], reader: FeatureReader, lanes: int
+    forward: BlockForward, batch: Batch, members: list[list[Talk]], count: int, reader: FeatureReader, lanes: int
 ) -> Iterator[Traces]:
-    """Walk at most config.anchors conversations of every row; one piece of traces for each pass."""
-    rows, count, last = len(members), forward.config.anchors, forward.config.length - 1
+    """Walk at most `count` conversations of every row; one piece of traces for each pass."""
+    rows, last = len(members), forward.config.length - 1
     at, stop = np.full((rows, count), last, np.int64), np.zeros((rows, count), np.int64)
     table = np.array([(t.start, t.end, t.number, t.prompt) for row in members for t in row], np.int64)
     live = np.array([[place < len(row) for place in range(count)] for row in members])
