@@ -7,8 +7,8 @@ import re
 import pytest
 
 from dscale.config import InputError
-from dscale.train import code
-from dscale.train.prompts import PromptMix, scripts
+from dscale.train import code, prompts
+from dscale.train.prompts import OPENERS, PromptMix, only, scripts
 
 NO_GYM = {"gym": 0.0}
 
@@ -60,3 +60,15 @@ def test_gym_questions_come_from_its_families():
     pytest.importorskip("reasoning_gym")
     made = take(8, gym=1.0, general=0, math=0, names=0, code=0, stubs=0, stories=0, requests=0, functions=0)
     assert all(s.source == "gym" and s.complete and s.text for s in made)
+
+
+def test_sources_that_are_used_up_say_so_instead_of_searching_on(monkeypatch):
+    monkeypatch.setattr(prompts, "EXHAUSTED", 50)
+    monkeypatch.setitem(prompts.SOURCES, "stories", lambda rng, mix: prompts.Script(f"{rng.randrange(4)}", True))
+    with pytest.raises(InputError, match="hold about 4 different turns"):
+        list(itertools.islice(scripts(only(("stories",), 0)), 5))
+
+
+def test_only_keeps_the_named_sources():
+    made = list(itertools.islice(scripts(only(OPENERS, 0)), 100))
+    assert {script.source for script in made} == set(OPENERS)

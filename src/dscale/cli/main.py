@@ -8,6 +8,7 @@ import typer
 
 from dscale.cli.chat import chat
 from dscale.cli.check import app as check
+from dscale.cli.corpus import corpus
 from dscale.cli.demo import demo
 from dscale.cli.evaluate import app as evaluate
 from dscale.cli.fit import fit
@@ -29,6 +30,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 app.command()(inspect)
+app.command()(corpus)
 app.command()(fit)
 app.command()(trace)
 app.add_typer(evaluate)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from dscale.train.artifacts import Report
     from dscale.engine.llm import LLM
+    from dscale.train.artifacts import Report
 
 Model = Annotated[str, typer.Option("-m", "--model", help="Folder, hub id, GGUF file or alias (smollm2-135m).")]
 Drafter = Annotated[str, typer.Option("-d", "--drafter", help="Drafter folder; auto takes the shipped one; none.")]
@@ -85,13 +85,17 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def reporting() -> Iterator[Report]:
-    """A Report (train/artifacts.py) that keeps a progress bar per thing being done; silent off a terminal."""
+    """A Report (train/artifacts.py) that keeps a progress bar per thing being done; silent off a terminal.
+
+    What follows a comma may change without another bar, such as "answering, 12,345 tokens/s".
+    """
     with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: float, total: float | None = None) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
+            thing = what.partition(",")[0]
+            if thing not in tasks:
+                tasks[thing] = bar.add_task(what, total=total)
+            bar.update(tasks[thing], description=what, completed=done, total=total)
 
         yield report

@@ -45,6 +45,15 @@ class Tokenizer:
         """Token ids of text, with the tokenizer's own start token where it adds one and add_special is set."""
         return self.backend.encode(text, add_special_tokens=add_special)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts at once, without special tokens of the tokenizer's own."""
+        return self.backend(list(texts), add_special_tokens=False)["input_ids"] if len(texts) else []
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text: start, end and template tokens."""
+        return frozenset(self.backend.all_special_ids) | frozenset(self.backend.added_tokens_decoder)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
         return self.backend.decode(

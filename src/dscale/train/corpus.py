@@ -1,250 +1,398 @@
-"""From scripts to a training corpus: tokenise, let the target talk, drop what must not be in it, pack into rows."""
+"""A training corpus: prompts gathered, answered by the very target, cleaned, split by prompt, packed and checked.
+
+    gather    the sources' scripts, numbered in order (sources.py)
+    answer    in parts of a fixed number of scripts; a finished part is a file in raw/, so a kill loses one at most
+    select    drop what is short, long, unfinished, said before (exactly or nearly) or an evaluation prompt
+    split     by a hash of the prompt into train, validation and holdout
+    pack      into rows of one length, as shards of the folder; raw/ is removed when all are written
+
+Under torchrun process r of n makes the parts r, r + n, …; the first one selects, splits and packs.
+"""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import itertools
 import json
+import shutil
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from dscale.config import InputError, require
-from dscale.models.loader import load_target
-from dscale.models.tokenizer import Tokenizer
-from dscale.train.generation import Conversations, GenerationConfig, LaneGenerator, TokenScripts, generate, join
-from dscale.train.prompts import HEADERS_AND_SUFFIXES, PromptMix, Script, scripts
-from dscale.train.rows import PackedRows, write_rows
+from dscale.config import InputError, require, resolve_dtype
+from dscale.engine.llm import resolve_device
+from dscale.models.drafter_checkpoint import target_hashes
+from dscale.models.loader import LoadedTarget, load_target
+from dscale.train.artifacts import (
+    Report,
+    Shard,
+    Stage,
+    check_shard,
+    read_json,
+    read_shard,
+    silent,
+    write_json,
+    write_shard,
+)
+from dscale.train.dedup import Evaluation, exact_duplicates, near_duplicates, prompt_ids
+from dscale.train.generation import Conversations, EngineGenerator, GenerationConfig, Generator, join
+from dscale.train.lanes import LaneGenerator, refusal
+from dscale.train.packing import pack
+from dscale.train.prompts import HEADERS_AND_SUFFIXES, Script
+from dscale.train.rows import CORPUS, PARTS, take_rows, write_rows
+from dscale.train.scripts import Draws, Frames, end_tokens, tokenise
+from dscale.train.sources import Source, SourceConfig, gather, user_texts
+from dscale.train.world import World
 
-MARK = "USERTURN"
+RAW = "raw"  # folder of finished parts, gone when the corpus is
 OVERLAP = 13  # tokens in a row that an evaluation prompt and a training prompt may not share
+SHARD_ROWS = 8192  # packed rows of one file
+REASONS = ("long", "short", "unfinished", "evaluation prompt", "exact duplicate", "near duplicate")
+GENERATORS = ("auto", "engine", "lanes")
 
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """What a corpus is made of. greedy: share of conversations answered at temperature 0, the rest at `temperature`."""
+    """What a corpus is made of and how. Lengths in tokens, shares in [0, 1].
 
-    greedy: float = 0.75
-    temperature: float = 0.7
-    shortest_turn: int = 4  # tokens
-    shortest_answer: int = 8
-    heldout: float = 0.02  # share of conversations kept out of training, by a hash of the prompt
-    row: int = 1024  # tokens of a packed row
-
-    def __post_init__(self) -> None:
-        require(0 <= self.greedy <= 1, f"corpus.greedy: {self.greedy} must lie in [0, 1]")
-        require(0 <= self.heldout < 1, f"corpus.heldout: {self.heldout} must lie in [0, 1)")
-        require(self.row > 0 and self.row % 128 == 0, f"corpus.row: {self.row} must be a multiple of 128")
-
-
-def turn_frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the chat template puts before and after one user turn, up to where the answer begins."""
-    before, mark, after = tokenizer.render([{"role": "user", "content": MARK}]).partition(MARK)
-    require(bool(mark), "chat template: it does not contain the user turn; a target with a chat template is needed")
-    return before, after
-
-
-def tokenise(wanted: list[Script], tokenizer: Tokenizer, config: CorpusConfig, longest: int, seed: int) -> TokenScripts:
-    """Scripts as tokens; complete turns of more than `longest` tokens are dropped."""
-    before, after = turn_frame(tokenizer)
-    shared, rng = len(tokenizer.encode(before, add_special=False)), np.random.default_rng(seed)
-    heads, tails, complete = [], [], []
-    known_tails: dict[str, list[int]] = {}
-    for script in wanted:
-        text = script.text + script.suffix if script.complete else script.text.rstrip(" ")
-        suffix = "" if script.complete else script.suffix
-        head = tokenizer.encode(before + text, add_special=False)
-        if len(head) > longest:
-            continue
-        if suffix not in known_tails:
-            known_tails[suffix] = tokenizer.encode(suffix + after, add_special=False)
-        heads.append(head)
-        tails.append(known_tails[suffix])
-        complete.append(script.complete)
-    temperature = np.where(rng.random(len(heads)) < config.greedy, 0.0, config.temperature).astype(np.float32)
-    return TokenScripts(*_padded(heads), *_padded(tails), np.array(complete), temperature, shared)
-
-
-def _padded(sequences: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
-    out = np.zeros((len(sequences), int(lengths.max())), np.int32)
-    for row, sequence in enumerate(sequences):
-        out[row, : len(sequence)] = sequence
-    return out, lengths
-
-
-def ngrams(tokens: np.ndarray, size: int = OVERLAP) -> np.ndarray:
-    """64-bit hashes of all runs of `size` tokens of a sequence [n] → [n - size + 1]."""
-    if len(tokens) < size:
-        return np.zeros(0, np.uint64)
-    windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), size)
-    powers = np.array([pow(0x9E3779B97F4A7C15, k, 1 << 64) for k in range(size)], np.uint64)
-    with np.errstate(over="ignore"):
-        return (windows * powers + powers[::-1]).sum(1, dtype=np.uint64)
-
-
-class Decontamination:
-    """Evaluation prompts as hashes: a turn is refused when it equals one or shares OVERLAP tokens in a row with one.
-
-    Runs that belong to the generic instructions (prompts.HEADERS_AND_SUFFIXES) do not count.
+    answers: per prompt, at most one of them greedy. greedy: share of answers at temperature 0, the others at
+    `temperature`. longest_prompt: template, context and user turn. keep_unfinished: answers cut at answer_cap stay.
+    near: Jaccard index at which a prompt repeats another; 1 keeps all but equal ones. part: scripts of one raw file.
     """
 
-    def __init__(self, evaluation: list[str], tokenizer: Tokenizer) -> None:
-        turns = [np.array(tokenizer.encode(text, add_special=False)) for text in evaluation]
-        generic = [np.array(tokenizer.encode(text, add_special=False)) for text in HEADERS_AND_SUFFIXES]
-        runs = np.unique(np.concatenate([ngrams(turn) for turn in turns] or [np.zeros(0, np.uint64)]))
-        common = np.concatenate([ngrams(np.concatenate([g, h])) for g in generic for h in (g[:0], *generic)])
-        self.runs = np.setdiff1d(runs, common)
-        self.exact = {turn.tobytes() for turn in (turn.astype(np.int64) for turn in turns)}
-        self.exact |= {
-            np.array(tokenizer.encode(_bare(text), add_special=False), np.int64).tobytes() for text in evaluation
-        }
+    sources: SourceConfig = field(default_factory=SourceConfig)
+    exclude: tuple[str, ...] = ()  # prompt files that must not be trained on
+    thinking: bool = False
+    answers: int = 1
+    greedy: float = 0.75
+    temperature: float = 0.7
+    turn_temperature: float = 1.0
+    min_p: float = 0.02
+    turn_cap: int = 160
+    answer_cap: int = 384
+    shortest_turn: int = 4
+    longest_prompt: int = 288
+    shortest_answer: int = 8
+    keep_unfinished: bool = True
+    near: float = 0.8
+    validation: float = 0.02
+    holdout: float = 0.02
+    row: int = 1024
+    seed: int = 0
+    generator: str = "auto"
+    drafter: str | None = None
+    policy: str = "full"
+    lanes: int = 4096
+    requests: int = 32
+    part: int = 256
+    dtype: str = "auto"
+    device: str = "auto"
 
-    def refuses(self, turn: np.ndarray) -> bool:
-        """True when this user turn [n] must not be trained on."""
-        if turn.astype(np.int64).tobytes() in self.exact:
-            return True
-        hashes = ngrams(turn)
-        if not len(hashes) or not len(self.runs):
-            return False
-        found = np.minimum(np.searchsorted(self.runs, hashes), len(self.runs) - 1)
-        return bool((self.runs[found] == hashes).any())
+    def __post_init__(self) -> None:
+        for name in ("greedy", "validation", "holdout"):
+            require(0 <= getattr(self, name) <= 1, f"corpus.{name}: {getattr(self, name)} must lie in [0, 1]")
+        require(self.validation + self.holdout < 1, "corpus.validation, corpus.holdout: they leave nothing to train on")
+        require(0 < self.near <= 1, f"corpus.near: {self.near} must lie in (0, 1]")
+        require(self.temperature > 0, f"corpus.temperature: {self.temperature} must be positive; see corpus.greedy")
+        require(self.row > 0 and self.row % 128 == 0, f"corpus.row: {self.row} must be a multiple of 128")
+        for name in ("answers", "part", "shortest_turn", "shortest_answer", "longest_prompt", "answer_cap"):
+            require(getattr(self, name) > 0, f"corpus.{name}: {getattr(self, name)} must be positive")
+        longest = self.longest_prompt + self.answer_cap
+        require(longest <= self.row, f"corpus.row: {self.row} is under longest_prompt + answer_cap = {longest}")
+        require(
+            self.generator in GENERATORS, f"corpus.generator: {self.generator!r}; allowed are {', '.join(GENERATORS)}"
+        )
+        self.generation(1 << 20)
+
+    def generation(self, limit: int) -> GenerationConfig:
+        """The generators' part, for a target with a context of `limit` tokens."""
+        return GenerationConfig(
+            max_length=min(self.longest_prompt + self.answer_cap, limit), turn_cap=self.turn_cap,
+            answer_cap=self.answer_cap, turn_temperature=self.turn_temperature, min_p=self.min_p, lanes=self.lanes,
+            requests=self.requests, policy=self.policy,
+        )  # fmt: skip
+
+    @property
+    def draws(self) -> Draws:
+        """Seeds and temperatures."""
+        return Draws(self.seed, self.answers, self.greedy, self.temperature)
 
 
-def _bare(text: str) -> str:
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "conversations": 24, "turn_cap": 16, "answer_cap": 24, "longest_prompt": 200, "row": 256, "shortest_turn": 2,
+        "shortest_answer": 2, "validation": 0.2, "holdout": 0.25, "part": 12,
+    },
+    "full": {"conversations": 250_000, "part": 32_768, "lanes": 4096, "requests": 256},
+}  # fmt: skip
+
+
+def build_corpus(target: str, out: Path, config: CorpusConfig, report: Report = silent) -> dict[str, Any]:
+    """Make the corpus, or go on with it; returns its summary. InputError in one line for whatever cannot be used."""
+    world = World("cpu" if resolve_device(config.device) == "cpu" else config.device)
+    device = str(world.device)
+    dtype = resolve_dtype(("bfloat16" if world.cuda else "float32") if config.dtype == "auto" else config.dtype)
+    sources = gather(config.sources, config.seed)
+    loaded = load_target(target, dtype, device)
+    kind = generator_kind(loaded, config)
+    excluded = [(path, *user_texts(Path(path))) for path in config.exclude]
+    inputs = describe(loaded, config, sources, kind, [(Path(path).name, digest) for path, _, digest in excluded])
+    stage = Stage.open(out, CORPUS, inputs) if world.rank == 0 else None
+    if stage is not None and stage.complete:
+        for shard in stage.shards:
+            check_shard(out, shard)
+    if world.sum(torch.tensor([float(stage is not None and stage.complete)], device=world.device)).item():
+        return finished(out)
+    frames = Frames(loaded.tokenizer, config.thinking)
+    making = Making(loaded, config, [one for source in sources for one in source.scripts], frames, kind)
+    making.run(out / RAW, world, report if world.rank == 0 else silent)
+    world.sum(torch.zeros(1, device=world.device)).item()  # read back: a barrier for the host as well
+    if stage is None:
+        return {}
+    evaluation = refused_prompts([text for _, texts, _ in excluded for text in texts], loaded)
+    Selection(making, evaluation, report).write(stage)
+    return finished(out)
+
+
+def finished(out: Path) -> dict[str, Any]:
+    """Remove raw parts that are left over; the summary of a complete corpus."""
+    shutil.rmtree(out / RAW, ignore_errors=True)
+    return Stage.load(out, CORPUS, complete=True).summary or {}
+
+
+def describe(
+    loaded: LoadedTarget, config: CorpusConfig, sources: list[Source], kind: str, excluded: list[tuple[str, str]]
+) -> dict[str, Any]:
+    """Everything that decides what the corpus holds, by name, for the manifest; files by name and hash, not by path."""
+    held = {one.name: getattr(config, one.name) for one in fields(config)}
+    for name in ("sources", "exclude", "generator", "device", "dtype", "drafter"):
+        del held[name]
+    return held | {
+        "target": Path(loaded.name).name if Path(loaded.name).exists() else loaded.name,
+        "target_hashes": target_hashes(loaded),
+        "system": config.sources.system,
+        "sources": [source.record for source in sources],
+        "exclude": [{"name": name, "sha256": digest} for name, digest in excluded],
+        "generator": kind,
+        "drafter": Path(config.drafter).name if config.drafter else None,
+        "device": loaded.model.embedding.device.type,
+        "dtype": str(loaded.model.embedding.dtype).removeprefix("torch."),
+    }
+
+
+def generator_kind(loaded: LoadedTarget, config: CorpusConfig) -> str:
+    """engine or lanes: auto takes lanes on CUDA where they can serve the target and no drafter is given."""
+    if config.generator != "auto":
+        require(
+            config.drafter is None or config.generator == "engine",
+            "corpus.drafter: goes with the engine generator only",
+        )
+        return config.generator
+    cuda = loaded.model.embedding.device.type == "cuda"
+    decoder = loaded.config.decoder
+    length = config.generation(decoder.max_position).max_length
+    return "lanes" if cuda and config.drafter is None and refusal(decoder, length, cuda) is None else "engine"
+
+
+def refused_prompts(texts: list[str], loaded: LoadedTarget) -> Evaluation | None:
+    """Evaluation prompts, each also without the generic instruction at its end."""
+    if not texts:
+        return None
+    bare = [bare_text(text) for text in texts]
+    encode = loaded.tokenizer.encode_batch
+    return Evaluation(encode(list(dict.fromkeys([*texts, *bare]))), encode(list(HEADERS_AND_SUFFIXES)), OVERLAP)
+
+
+def bare_text(text: str) -> str:
+    """A prompt without the generic instruction that follows it."""
     for suffix in HEADERS_AND_SUFFIXES:
         text = text.removesuffix(suffix)
     return text
 
 
-def select(
-    talks: Conversations, config: CorpusConfig, tail: int, refused: Decontamination | None
-) -> dict[str, np.ndarray]:
-    """Which conversations stay: {"train": rows, "heldout": rows}; the rest is empty, repeated or an evaluation prompt.
+@dataclass
+class Making:
+    """The answering of all scripts, part by part. Files of a part: NNNNN.safetensors, then NNNNN.json about it."""
 
-    tail: tokens of the template between turn and answer.
-    """
-    seen: set[bytes] = set()
-    rows: dict[str, list[int]] = {"train": [], "heldout": []}
-    for row in range(len(talks.end)):
-        turn = talks.tokens[row, talks.turn[row] : max(talks.turn[row], talks.start[row] - tail)]
-        key = turn.tobytes()
-        short = len(turn) < config.shortest_turn or talks.end[row] - talks.start[row] < config.shortest_answer
-        if short or talks.start[row] == 0 or talks.end[row] > config.row or key in seen:
-            continue
-        seen.add(key)
-        if refused is not None and refused.refuses(turn):
-            continue
-        draw = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / (1 << 32)
-        rows["heldout" if draw < config.heldout else "train"].append(row)
-    return {name: np.array(chosen, np.int64) for name, chosen in rows.items()}
+    loaded: LoadedTarget
+    config: CorpusConfig
+    scripts: Sequence[Script]
+    frames: Frames
+    kind: str
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are."""
+        return -(-len(self.scripts) // self.config.part)
+
+    def run(self, folder: Path, world: World, report: Report) -> None:
+        """Make this process's missing parts."""
+        missing = [part for part in range(world.rank, self.parts, world.size) if not is_done(folder, part)]
+        if not missing:
+            return
+        generator, began, tokens, finished, here = self.generator(), time.monotonic(), 0, 0, 0
+        total = sum(len(self.of(part)) for part in missing) * self.config.answers
+
+        def progress(made: int) -> None:
+            nonlocal tokens, finished
+            tokens, finished = tokens + made, finished + 1
+            rate = tokens / max(time.monotonic() - began, 1e-3)
+            report(f"answering, {rate:,.0f} tokens/s", min(here + finished, total), total)
+
+        for part in missing:
+            scripts = self.of(part)
+            self.make(folder, part, scripts, generator, progress)
+            here, finished = here + len(scripts) * self.config.answers, 0
+            progress(0)
+        seconds = time.monotonic() - began
+        timing = {"processes": world.size, "parts": len(missing), "seconds": seconds, "answer_tokens": tokens}
+        write_json(folder.parent / f"timing{f'-{world.rank}' if world.rank else ''}.json", timing)
+
+    def of(self, part: int) -> Sequence[Script]:
+        """Scripts of a part."""
+        return self.scripts[part * self.config.part : (part + 1) * self.config.part]
+
+    def generator(self) -> Generator:
+        """The generator in force."""
+        own = self.loaded.config
+        config = self.config.generation(own.decoder.max_position)
+        ends = end_tokens(self.loaded.tokenizer, own.eos_token_ids, self.frames)
+        require(bool(ends), f"{self.loaded.name}: names no end token; a corpus needs one")
+        if self.kind == "lanes":
+            return LaneGenerator(self.loaded.model, config, ends)
+        return EngineGenerator(self.loaded, config, ends, self.config.drafter)
+
+    def make(
+        self, folder: Path, part: int, scripts: Sequence[Script], generator: Generator, progress: Callable[[int], None]
+    ) -> None:
+        """Answer one part and write it."""
+        config = self.config
+        longest = config.generation(self.loaded.config.decoder.max_position).max_length - config.answer_cap
+        require(longest > 0, f"corpus.answer_cap: {config.answer_cap} leaves no room for prompts in the context")
+        made = tokenise(scripts, part * config.part, self.frames, config.draws, longest, config.turn_cap)
+        arrays = generator.answer(made, progress).arrays() if len(made) else {}
+        shard = write_shard(folder, f"{part:05d}.safetensors", arrays, RAW, {"conversations": len(made)})
+        write_json(folder / f"{part:05d}.json", asdict(shard))
 
 
-def pack(
-    talks: Conversations, rows: np.ndarray, length: int, greedy: np.ndarray, seed: int = 0, bins: int = 64
-) -> PackedRows:
-    """Conversations into rows of `length` tokens: best fit over `bins` open rows, in random order.
-
-    greedy bool: which of `talks` were answered at temperature 0. The prompt's id is the script's number.
-    """
-    order = np.random.default_rng(seed).permutation(rows)
-    room = np.full(bins, length, np.int64)
-    open_rows: list[list[int]] = [[] for _ in range(bins)]
-    filled: list[list[int]] = []
-    for row in order:
-        need = int(talks.end[row])
-        left = np.where(room >= need, room, length + 1)
-        at = int(left.argmin())
-        if left[at] > length:
-            at = int(room.argmin())
-            filled.append(open_rows[at])
-            open_rows[at], room[at] = [], length
-        open_rows[at].append(int(row))
-        room[at] -= need
-    filled += [row for row in open_rows if row]
-    return _lay_out(talks, filled, length, greedy)
+def is_done(folder: Path, part: int) -> bool:
+    """True when both files of a part are there: the second is written when the first is whole."""
+    return all((folder / f"{part:05d}.{kind}").is_file() for kind in ("safetensors", "json"))
 
 
-def _lay_out(talks: Conversations, filled: list[list[int]], length: int, greedy: np.ndarray) -> PackedRows:
-    ids = np.zeros((len(filled), length), np.int32)
-    first = np.tile(np.arange(length, dtype=np.int32), (len(filled), 1))
-    answer = np.zeros((len(filled), length), bool)
-    for row, members in enumerate(filled):
-        at = 0
-        for member in members:
-            end, start = int(talks.end[member]), int(talks.start[member])
-            ids[row, at : at + end] = talks.tokens[member, :end]
-            first[row, at : at + end] = at
-            answer[row, at + start : at + end] = True
-            at += end
-    order = np.array([member for members in filled for member in members], np.int64)
-    return PackedRows(ids, first, answer, talks.script[order], greedy[order])
-
-
-def read_prompts(path: Path) -> list[str]:
-    """First user turns of a .jsonl file of prompts ({"turns": [...]})."""
+def read_part(folder: Path, part: int) -> Conversations | None:
+    """A finished part; None when all its scripts were left out. InputError when its file is damaged."""
+    record = read_json(folder / f"{part:05d}.json", "the record of a part; delete it and run again")
     try:
-        return [json.loads(line)["turns"][0] for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise InputError(f"{path}: not a prompt file ({error}); expected lines of {{'turns': [...]}}") from None
+        shard = Shard(**record)
+    except TypeError as error:
+        raise InputError(f"{folder / f'{part:05d}.json'}: damaged ({error}); delete it and run again") from None
+    arrays = read_shard(folder, shard)
+    return Conversations.of_arrays(arrays) if arrays else None
 
 
-def build(
-    generator: LaneGenerator, wanted: TokenScripts, config: CorpusConfig, refused: Decontamination | None,
-    deadline: float | None = None,
-) -> tuple[dict[str, PackedRows], Conversations, dict[str, np.ndarray], dict[str, float]]:  # fmt: skip
-    """Generate, select and pack. Returns the rows of train and heldout, the conversations, the selection and "
-    "figures."""
-    started = time.monotonic()
-    talks = join(list(generate(generator, wanted, deadline, keep_cut=32)))
-    generated = time.monotonic()
-    chosen = select(talks, config, int(wanted.tail_length.min()), refused)
-    greedy = wanted.temperature[talks.script] == 0
-    packed = {name: pack(talks, rows, config.row, greedy) for name, rows in chosen.items() if len(rows)}
-    figures = {
-        "seconds_generating": generated - started,
-        "seconds_packing": time.monotonic() - generated,
-        "conversations_made": float(len(talks.end)),
-        "answer_tokens_made": float((talks.end - talks.start).sum()),
-        "conversations_train": float(len(chosen["train"])),
-        "conversations_heldout": float(len(chosen["heldout"])),
-        "answer_tokens_train": float(packed["train"].answer.sum()) if "train" in packed else 0.0,
-        "rows_train": float(len(packed["train"].ids)) if "train" in packed else 0.0,
-    }
-    return packed, talks, chosen, figures
+class Selection:
+    """From raw conversations to the shards of the corpus; the same bytes however the parts came to be."""
+
+    def __init__(self, making: Making, evaluation: Evaluation | None, report: Report) -> None:
+        self.making, self.config, self.evaluation, self.report = making, making.config, evaluation, report
+
+    def write(self, stage: Stage) -> None:
+        """Read all parts, select, split, pack, write and finish the stage."""
+        self.report("reading parts", 0, 1)
+        read = [read_part(stage.folder / RAW, part) for part in range(self.making.parts)]
+        parts = [one for one in read if one is not None]
+        allowed = self.config.longest_prompt
+        require(bool(parts), f"corpus: every prompt is longer than longest_prompt {allowed} or than the context")
+        talks = join(parts)
+        self.report("reading parts", 1, 1)
+        prompt = prompt_ids(talks.turns)
+        reason = self.reasons(talks, prompt)
+        kept = np.flatnonzero(reason < 0)
+        require(len(kept) > 0, f"corpus: nothing is left to train on; dropped: {self.tally(reason)}")
+        place = places(prompt[kept], self.config.validation, self.config.holdout)
+        summary = {name: self.write_part(stage, talks, prompt, kept[place == at], at) for at, name in enumerate(PARTS)}
+        stage.finish({"parts": summary, **self.figures(talks, reason)})
+
+    def reasons(self, talks: Conversations, prompt: np.ndarray) -> np.ndarray:
+        """Why each conversation is dropped, as an index of REASONS, or -1; the first reason that applies."""
+        config, turns = self.config, talks.turns
+        length = talks.end - talks.start
+        reason = np.full(len(talks), -1)
+
+        def drop(which: np.ndarray, name: str) -> None:
+            reason[which & (reason < 0)] = REASONS.index(name)
+
+        drop((turns.lengths < config.shortest_turn) | (length < config.shortest_answer), "short")
+        drop(~talks.ended & (not config.keep_unfinished), "unfinished")
+        if self.evaluation is not None:
+            drop(self.evaluation.refused(turns), "evaluation prompt")
+        left = np.flatnonzero(reason < 0)
+        heads = left[np.unique(talks.script[left], return_index=True)[1]]  # the first answer of every script
+        repeated = exact_duplicates(prompt[heads])
+        self.report("looking for repeated prompts", 0, 1)
+        near = np.zeros(len(heads), bool)
+        if config.near < 1:
+            near[~repeated] = near_duplicates(turns.take(heads[~repeated]), config.near)
+        self.report("looking for repeated prompts", 1, 1)
+        drop(np.isin(talks.script, talks.script[heads[repeated]]), "exact duplicate")
+        drop(np.isin(talks.script, talks.script[heads[near]]), "near duplicate")
+        return reason
+
+    def write_part(
+        self, stage: Stage, talks: Conversations, prompt: np.ndarray, chosen: np.ndarray, at: int
+    ) -> dict[str, int]:
+        """Pack one part into shards of SHARD_ROWS rows; what it holds."""
+        rows = pack(talks, chosen, prompt, self.config.row, self.config.seed)
+        for number, first in enumerate(range(0, len(rows), SHARD_ROWS)):
+            self.report(f"writing {PARTS[at]}", first, len(rows))
+            some = take_rows(rows, np.arange(first, min(first + SHARD_ROWS, len(rows))))
+            stage.add(write_rows(stage.folder, f"{PARTS[at]}-{number:03d}.safetensors", some, PARTS[at]))
+        self.report(f"writing {PARTS[at]}", len(rows), len(rows))
+        counts = {"prompts": len(np.unique(prompt[chosen])), "conversations": len(chosen), "rows": len(rows)}
+        return counts | {"answer_tokens": int(rows.answer.sum())}
+
+    def figures(self, talks: Conversations, reason: np.ndarray) -> dict[str, Any]:
+        """What came of every source, and of all of it."""
+        kept = reason < 0
+        names = np.array([script.source for script in self.making.scripts])
+        source = names[talks.script]
+        by_source = {}
+        for name in sorted(set(names.tolist())):
+            asked = int((names == name).sum()) * self.config.answers
+            mine = source == name
+            counts = self.tally(reason[mine]) | {"long": asked - int(mine.sum())}
+            by_source[name] = {"asked": asked, "made": int(mine.sum()), "kept": int((mine & kept).sum()), **counts}
+        tokenizer = self.making.loaded.tokenizer
+        template = json.dumps(tokenizer.backend.chat_template, sort_keys=True)
+        return {
+            "sources": by_source,
+            "answer_tokens": int((talks.end - talks.start)[kept].sum()),
+            "greedy": round(float((talks.temperature[kept] == 0).mean()), 4),
+            "cut_at_cap": int((~talks.ended & kept).sum()),
+            "tokenizer": {"tokens": len(tokenizer), "chat_template": hashlib.sha256(template.encode()).hexdigest()},
+        }
+
+    def tally(self, reason: np.ndarray) -> dict[str, int]:
+        """How many were dropped for what."""
+        return {name: int((reason == at).sum()) for at, name in enumerate(REASONS)}
 
 
-def main() -> None:
-    """python -m dscale.train.corpus TARGET OUT --conversations 64 --lanes 16: a corpus on this machine."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("target")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--conversations", type=int, default=64)
-    parser.add_argument("--lanes", type=int, default=16)
-    parser.add_argument("--answer-cap", type=int, default=384)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--exclude", type=Path, nargs="*", default=[], help="prompt files that must not be trained on")
-    asked = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    loaded = load_target(asked.target, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
-    config, mix = CorpusConfig(), PromptMix(seed=asked.seed)
-    lane = GenerationConfig(lanes=asked.lanes, answer_cap=asked.answer_cap)
-    wanted = list(itertools.islice(scripts(mix), asked.conversations))
-    tokens = tokenise(wanted, loaded.tokenizer, config, lane.max_length - lane.answer_cap, asked.seed)
-    refused = Decontamination([text for path in asked.exclude for text in read_prompts(path)], loaded.tokenizer)
-    generator = LaneGenerator(loaded.model, lane, tokens.tail.shape[1], loaded.config.eos_token_ids[0])
-    packed, _, _, figures = build(generator, tokens, config, refused)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in packed.items():
-        write_rows(asked.out, f"{name}-0.safetensors", rows, name)
-    manifest = {"target": asked.target, "mix": asdict(mix), "corpus": asdict(config), "generation": asdict(lane)}
-    (asked.out / "manifest.json").write_text(json.dumps(manifest | {"figures": figures}, indent=2))
-    print(json.dumps(figures, indent=2))
+def places(prompt: np.ndarray, validation: float, holdout: float) -> np.ndarray:
+    """Index into PARTS of every conversation, by its prompt's id [N].
 
-
-if __name__ == "__main__":
-    main()
+    Ids are uniform hashes: the lowest share is the holdout, the next the validation part. A part that would stay empty
+    though it is asked for takes the one prompt with the lowest id that is left, so long as train keeps one.
+    """
+    ids = np.unique(prompt)
+    share = ids / 2.0**63
+    place = np.where(share < holdout, 2, np.where(share < holdout + validation, 1, 0))
+    for part, wanted in ((2, holdout), (1, validation)):
+        free = np.flatnonzero(place == 0)
+        if wanted > 0 and not (place == part).any() and len(free) > 1:
+            place[free[0]] = part
+    return place[np.searchsorted(ids, prompt)]

@@ -1,49 +1,47 @@
-"""Conversations written by the target, thousands of lanes in lockstep over a static cache.
+"""Conversations written by the target: what comes out, and the engine as the generator that serves every target.
 
-A lane lives through four phases, each step one token, so that nothing but one captured decode step ever runs:
-    TURN    the scripted beginning of the user turn is fed, then the target samples the turn to its end
-    TAIL    instruction suffix, end of turn and the header of the assistant turn are fed
-    ANSWER  the target answers, greedily or at the script's temperature, to its end token or the cap
-    DONE    the lane waits until the host collects it and hands it the next script
-All scripts share their first tokens (the system prompt): those keys stay in the cache when a lane is handed on.
+Two generators make the same text from the same scripts (token for token in float32): EngineGenerator here, on any
+device and for any family, and LaneGenerator (lanes.py), thousands of lanes in lockstep on CUDA. Both sample with the
+noise of speculation/noise.py, keyed by (seed of the script, position, token id).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from dscale.config import DecoderConfig, require
-from dscale.kernels.activation import silu_mul_torch
-from dscale.kernels.norm import rms_norm_torch
-from dscale.kernels.rotary import HeadShape, split_rotate
-from dscale.layers.attention import head_shape
-from dscale.layers.rotary import rotary_table
-from dscale.models.decoder import DecoderLayer, Target
-from dscale.train.lane_attention import lane_attention
+from dscale.config import SamplingParams, require
+from dscale.engine.llm import LLM
+from dscale.engine.outputs import RequestOutput
+from dscale.models.loader import LoadedTarget
+from dscale.train.dedup import Turns
+from dscale.train.scripts import TokenScripts
 
-TURN, TAIL, ANSWER, DONE = range(4)
+Progress = Callable[[int], None]  # answer tokens that were just finished
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """lanes: conversations at a time. max_length, turn_cap and answer_cap in tokens. min_p cuts unlikely tokens off."""
+    """How conversations are decoded. max_length, turn_cap and answer_cap in tokens; min_p cuts unlikely tokens off.
 
-    lanes: int = 64
+    lanes: of LaneGenerator, requests: of the engine, conversations at a time. policy: of the engine with a drafter.
+    """
+
     max_length: int = 672
     turn_cap: int = 160
     answer_cap: int = 384
     turn_temperature: float = 1.0
     min_p: float = 0.02
+    lanes: int = 64
+    requests: int = 32
+    policy: str = "full"
     collect_every: int = 24  # steps between two looks at which lanes are done
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "max_length", "answer_cap", "collect_every"):
+        for name in ("lanes", "requests", "max_length", "turn_cap", "answer_cap", "collect_every"):
             require(getattr(self, name) > 0, f"generation.{name}: {getattr(self, name)} must be positive")
         require(0 < self.min_p < 1, f"generation.min_p: {self.min_p} must lie in (0, 1)")
         require(
@@ -52,278 +50,146 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True)
-class TokenScripts:
-    """Scripts as tokens, one row each.
-
-    head int32 [N, P] with head_length [N]: prefix and beginning of the user turn; tail int32 [N,
-    Q] with tail_length [N]: what
-    is fed between the turn and the answer; complete bool [N]: the turn ends with the head; temperature [N] of the
-    answer.
-    shared: how many leading tokens all heads have in common.
-    """
-
-    head: np.ndarray
-    head_length: np.ndarray
-    tail: np.ndarray
-    tail_length: np.ndarray
-    complete: np.ndarray
-    temperature: np.ndarray
-    shared: int
-
-    def __len__(self) -> int:
-        return len(self.head_length)
-
-
-@dataclass(frozen=True)
 class Conversations:
-    """Finished lanes: tokens uint16 [N, S]; turn, start, end int32 [N]; script int64 [N], the row of TokenScripts.
+    """N finished conversations in order of (script, answer), one after another.
 
-    Positions turn … are the user turn's text, start … end - 1 the answer (end token included where the target gave it).
+    tokens int32 [T]; conversation i is tokens[bounds[i] : bounds[i + 1]], bounds int64 [N + 1]. Within it, turn …
+    turn_end - 1 is what the user said (from the first user turn to the last, template between them included) and
+    start … the answer, its end token included where the target gave one; int32 [N]. script int64, answer int32,
+    temperature float32, ended bool (False: cut at the cap), all [N].
     """
 
     tokens: np.ndarray
+    bounds: np.ndarray
     turn: np.ndarray
+    turn_end: np.ndarray
     start: np.ndarray
-    end: np.ndarray
     script: np.ndarray
+    answer: np.ndarray
+    temperature: np.ndarray
+    ended: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.turn)
+
+    @property
+    def end(self) -> np.ndarray:
+        """Tokens of each conversation."""
+        return np.diff(self.bounds)
+
+    @property
+    def turns(self) -> Turns:
+        """What the user said in each."""
+        lengths = (self.turn_end - self.turn).astype(np.int64)
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        index = np.repeat(self.bounds[:-1] + self.turn - bounds[:-1], lengths) + np.arange(bounds[-1])
+        return Turns(self.tokens[index], bounds)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """By name, flags as bytes."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return held | {"ended": self.ended.astype(np.uint8)}
+
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Conversations:
+        """What `arrays` gave."""
+        return cls(**(arrays | {"ended": arrays["ended"].astype(bool)}))
 
 
-@dataclass
-class Lanes:
-    """State of all lanes on the device, fixed addresses: tokens int32 [B, S], the rest [B] (tail [B, Q])."""
-
-    tokens: Tensor
-    position: Tensor
-    phase: Tensor
-    head_length: Tensor
-    complete: Tensor
-    tail: Tensor
-    tail_length: Tensor
-    tail_at: Tensor
-    start: Tensor
-    temperature: Tensor
-    script: Tensor
-
-
-def advance(lanes: Lanes, chosen: Tensor, end_token: int, config: GenerationConfig) -> list[Tensor]:
-    """Next values of (tokens column, position, phase, tail_at, start), given the token chosen [B] at every lane."""
-    following = lanes.position + 1
-    scripted = (lanes.phase == TURN) & (following < lanes.head_length)
-    ended = lanes.complete | (chosen == end_token) | (following - lanes.head_length >= config.turn_cap)
-    phase = torch.where((lanes.phase == TURN) & ~scripted & ended, TAIL, lanes.phase)
-    in_tail = phase == TAIL
-    row = torch.arange(chosen.shape[0], device=chosen.device)
-    ahead = lanes.tokens[row, following.clamp(max=config.max_length - 1)]
-    token = torch.where(scripted, ahead, chosen.int())
-    token = torch.where(in_tail, lanes.tail[row, lanes.tail_at.clamp(max=lanes.tail.shape[1] - 1)], token)
-    tail_at = lanes.tail_at + in_tail
-    answers = in_tail & (tail_at == lanes.tail_length)
-    start = torch.where(answers, following + 1, lanes.start)
-    finished = (lanes.phase == ANSWER) & ((token == end_token) | (following - start + 1 >= config.answer_cap))
-    finished |= following >= config.max_length - 1
-    phase = torch.where(answers, ANSWER, phase)
-    idle = lanes.phase == DONE
-    phase = torch.where(finished | idle, DONE, phase)
-    token = torch.where(idle, lanes.tokens[row, lanes.position], token)
-    position = torch.where(idle, lanes.position, following)
-    return [token, position, phase, tail_at, start]
+def assemble(
+    scripts: TokenScripts, texts: Sequence[np.ndarray], start: np.ndarray, ends: Sequence[int]
+) -> Conversations:
+    """Conversations out of whole token sequences, one per row of scripts, and where their answers start [N]."""
+    joined = Turns.of(list(texts))
+    last = joined.tokens[joined.bounds[1:] - 1]
+    return Conversations(
+        tokens=joined.tokens,
+        bounds=joined.bounds,
+        turn=scripts.turn,
+        turn_end=(start - scripts.closing).astype(np.int32),
+        start=start.astype(np.int32),
+        script=scripts.script,
+        answer=scripts.answer,
+        temperature=scripts.temperature,
+        ended=np.isin(last, list(ends)),
+    )
 
 
-def choose(logits: Tensor, noise: Tensor, temperature: Tensor, min_p: float) -> Tensor:
-    """Gumbel-max: logits [B, V], noise [B, V] exponential, temperature [B] (0 is greedy) → tokens [B]."""
-    wide, warmth = logits.float(), temperature[:, None]
-    floor = wide.amax(-1, keepdim=True) + warmth * float(np.log(min_p))
-    gumbel = -noise.clamp_min(1e-20).log()  # 0 · inf must not happen
-    return torch.where(wide >= floor, wide + warmth * gumbel, -torch.inf).argmax(-1)
+def join(parts: Sequence[Conversations]) -> Conversations:
+    """One Conversations out of many, in order."""
+    held = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(Conversations)
+        if field.name != "bounds"
+    }
+    lengths = np.concatenate([part.end for part in parts])
+    return Conversations(bounds=np.concatenate([[0], np.cumsum(lengths)]), **held)
 
 
-def _open(normed: Tensor, qkv: Tensor, angles: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
-    return split_rotate(torch.nn.functional.linear(normed, qkv), angles, shape)
+class Generator(Protocol):
+    """Answers scripts."""
+
+    def answer(self, scripts: TokenScripts, progress: Progress) -> Conversations:
+        """All conversations of the scripts, in their order."""
+        ...
 
 
-def _close(attended: Tensor, residual: Tensor, weights: list[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """A layer after its attention, and the norm that follows it."""
-    output, post_norm, gate_up, down, next_norm = weights
-    residual = residual + torch.nn.functional.linear(attended, output)
-    normed = rms_norm_torch(residual, post_norm, eps)
-    fed = torch.nn.functional.linear(silu_mul_torch(torch.nn.functional.linear(normed, gate_up)), down)
-    residual = residual + fed
-    return rms_norm_torch(residual, next_norm, eps), residual
+class EngineGenerator:
+    """The serving engine, target alone or with a drafter: turns are sampled first, then everything is answered."""
 
+    def __init__(
+        self, loaded: LoadedTarget, config: GenerationConfig, ends: tuple[int, ...], drafter: str | None = None
+    ) -> None:
+        policy = "off" if drafter is None else config.policy
+        self.config, self.ends = config, ends
+        self.llm = LLM(
+            loaded, drafter=drafter, predictor="auto" if drafter else None, policy=policy, device=_device_of(loaded),
+            dtype=str(loaded.model.embedding.dtype).removeprefix("torch."), max_requests=config.requests,
+            max_model_len=config.max_length, max_prefill_tokens=1024,
+            prefix_caching=False,  # so that a part comes out the same whatever was made before it
+        )  # fmt: skip
+        self.llm.engine.tokenizer = None  # nothing here is read as text
 
-def _close_open(
-    attended: Tensor, residual: Tensor, weights: list[Tensor], qkv: Tensor, angles: Tensor, shape: HeadShape
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    normed, residual = _close(attended, residual, weights, shape.norm_eps)
-    return (*_open(normed, qkv, angles, shape), residual)
+    def answer(self, scripts: TokenScripts, progress: Progress) -> Conversations:
+        """See Generator."""
+        turns = self._turns(scripts)
+        prompts = []
+        for row in range(len(scripts)):
+            head = scripts.head[row, : scripts.head_length[row]].tolist()
+            tail = scripts.tail[row, : scripts.tail_length[row]].tolist()
+            prompts.append(head + turns.get(int(scripts.script[row]), []) + tail)
+        wanted = zip(scripts.temperature.tolist(), scripts.seed.tolist(), strict=True)
+        params = [self._params(warmth, seed, self.config.answer_cap) for warmth, seed in wanted]
 
+        def finished(index: int, output: RequestOutput) -> None:
+            progress(len(output.outputs[0].token_ids))
 
-class LaneGenerator:
-    """Owns lanes and cache, and runs the decode step; on CUDA its pieces are compiled and the step is one graph."""
+        answers = [one.outputs[0].token_ids for one in self._generate(prompts, params, finished)]
+        texts = [np.array(prompt + answer, np.int32) for prompt, answer in zip(prompts, answers, strict=True)]
+        return assemble(scripts, texts, np.array([len(prompt) for prompt in prompts], np.int32), self.ends)
 
-    def __init__(self, target: Target, config: GenerationConfig, tail_width: int, end_token: int) -> None:
-        self.target, self.config, self.end_token = target, config, end_token
-        decoder = target.config.decoder
-        require(not (decoder.qk_norm or decoder.qkv_bias or decoder.windows), "generation: only plain llama targets")
-        self.device = target.embedding.device
-        self.shape = head_shape(decoder)
-        self.table = rotary_table(decoder.rope, decoder.head_dim, config.max_length, self.device)
-        self.cache = self._cache(decoder)
-        self.lanes = self._lanes(tail_width)
-        compiled: Callable = torch.compile if self.device.type == "cuda" else lambda function: function
-        self.open, self.close, self.close_open = compiled(_open), compiled(_close), compiled(_close_open)
-        self.choose, self.advance = compiled(choose), compiled(advance)
-        self.graph: torch.cuda.CUDAGraph | None = None
+    def _turns(self, scripts: TokenScripts) -> dict[int, list[int]]:
+        """The sampled rest of every unfinished user turn, by number of the script."""
+        first = np.unique(scripts.script, return_index=True)[1]
+        open_rows = [int(row) for row in first if not scripts.complete[row]]
+        heads = [scripts.head[row, : scripts.head_length[row]].tolist() for row in open_rows]
+        warmth, cap = self.config.turn_temperature, self.config.turn_cap
+        params = [self._params(warmth, int(scripts.turn_seed[row]), cap) for row in open_rows]
+        out: dict[int, list[int]] = {}
+        for row, output in zip(open_rows, self._generate(heads, params, None), strict=True):
+            ids = output.outputs[0].token_ids
+            out[int(scripts.script[row])] = ids[:-1] if ids and ids[-1] in self.ends else ids
+        return out
 
-    def _cache(self, decoder: DecoderConfig) -> list[tuple[Tensor, Tensor]]:
-        size = (self.config.lanes, decoder.num_kv_heads, self.config.max_length, decoder.head_dim)
-        dtype = self.target.embedding.dtype
-        made = [torch.zeros(size, dtype=dtype, device=self.device) for _ in range(2 * decoder.num_layers)]
-        return list(zip(made[::2], made[1::2], strict=True))
+    def _generate(self, prompts: list[list[int]], params: list[SamplingParams], on_finish: Any) -> list[RequestOutput]:
+        return self.llm.generate(prompt_token_ids=prompts, sampling_params=params, on_finish=on_finish)
 
-    def _lanes(self, tail_width: int) -> Lanes:
-        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*size, dtype=dtype, device=self.device)
-
-        b = self.config.lanes
-        return Lanes(
-            tokens=zeros(b, self.config.max_length, dtype=torch.int32),
-            position=zeros(b),
-            phase=zeros(b) + DONE,
-            head_length=zeros(b),
-            complete=zeros(b, dtype=torch.bool),
-            tail=zeros(b, tail_width, dtype=torch.int32),
-            tail_length=zeros(b),
-            tail_at=zeros(b),
-            start=zeros(b),
-            temperature=zeros(b, dtype=torch.float32),
-            script=zeros(b) - 1,
+    def _params(self, temperature: float, seed: int, cap: int) -> SamplingParams:
+        min_p = self.config.min_p if temperature > 0 else 0.0
+        return SamplingParams(
+            temperature=temperature, min_p=min_p, seed=seed, max_tokens=cap, stop_token_ids=list(self.ends)
         )
 
-    @torch.no_grad()
-    def _step(self) -> None:
-        lanes, row = self.lanes, torch.arange(self.config.lanes, device=self.device)
-        logits = self.target.logits(self.hidden(lanes.tokens[row, lanes.position].long(), lanes.position))
-        noise = torch.empty(logits.shape, dtype=torch.float32, device=self.device).exponential_()
-        answering = (lanes.phase >= TAIL).float()
-        temperature = self.config.turn_temperature * (1 - answering) + lanes.temperature * answering
-        chosen = self.choose(logits, noise, temperature, self.config.min_p)
-        token, position, phase, tail_at, start = self.advance(lanes, chosen, self.end_token, self.config)
-        lanes.tokens[row, position] = token
-        for held, new in ((lanes.position, position), (lanes.phase, phase), (lanes.tail_at, tail_at)):
-            held.copy_(new)
-        lanes.start.copy_(start)
 
-    def hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """One token per lane at positions [B] through all layers → normed hidden [B, H]; keys and values are "
-        "written."""
-        stack = self.target.stack
-        layers: list[DecoderLayer] = list(stack.layers)  # type: ignore[arg-type]
-        angles, scale = self.table[positions], self.shape.head_dim**-0.5
-        residual = self.target.embed(ids)
-        normed = rms_norm_torch(residual, layers[0].input_norm.weight, self.shape.norm_eps)
-        q, k, v = self.open(normed, layers[0].qkv.weight, angles, self.shape)
-        for index, layer in enumerate(layers):
-            attended = lane_attention(q, k, v, *self.cache[index], positions, scale)
-            last = index + 1 == len(layers)
-            norm = stack.norm if last else layers[index + 1].input_norm
-            weights = [
-                layer.output.weight,
-                layer.post_norm.weight,
-                layer.gate_up.weight,
-                layer.down.weight,
-                norm.weight,
-            ]
-            if last:
-                return self.close(attended, residual, weights, self.shape.norm_eps)[0]
-            qkv = layers[index + 1].qkv.weight
-            q, k, v, residual = self.close_open(attended, residual, weights, qkv, angles, self.shape)
-        raise AssertionError("a decoder has at least one layer")
-
-    def step(self) -> None:
-        """One token for every lane. On CUDA the third call captures the graph that all later calls replay."""
-        if self.device.type != "cuda":
-            self._step()
-        elif self.graph is None:
-            for _ in range(2):
-                self._step()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._step()
-            self.graph = graph
-        else:
-            self.graph.replay()
-
-    def hand_out(self, lanes: Tensor, scripts: TokenScripts, first: int, fresh: bool) -> int:
-        """Give the lanes [n] the scripts from `first` on; returns how many got one. fresh: the cache has no "
-        "prefix yet."""
-        count = min(len(lanes), len(scripts) - first)
-        taken, state = lanes[:count], self.lanes
-        rows = slice(first, first + count)
-
-        def put(held: Tensor, value: np.ndarray | int) -> None:
-            if isinstance(value, np.ndarray):
-                held[taken] = torch.from_numpy(np.ascontiguousarray(value)).to(self.device, held.dtype)
-            else:
-                held[taken] = value
-
-        heads = torch.from_numpy(np.ascontiguousarray(scripts.head[rows])).to(self.device)
-        state.tokens[taken, : heads.shape[1]] = heads
-        put(state.head_length, scripts.head_length[rows])
-        put(state.complete, scripts.complete[rows])
-        put(state.tail, scripts.tail[rows])
-        put(state.tail_length, scripts.tail_length[rows])
-        put(state.temperature, scripts.temperature[rows])
-        put(state.script, np.arange(first, first + count))
-        for held in (state.tail_at, state.start, state.phase):
-            put(held, 0)
-        put(state.position, 0 if fresh else scripts.shared - 1)
-        return count
-
-    def collect(self, lanes: Tensor, shared: int) -> Conversations:
-        """Copy lanes [n] to the host as they stand."""
-        state = self.lanes
-        end = state.position[lanes] + 1
-        tokens = state.tokens[lanes].to("cpu").numpy().astype(np.uint16)
-        numbers = torch.stack([state.start[lanes], end, state.script[lanes]]).cpu().numpy()
-        state.script[lanes] = -1
-        turn = np.full(len(numbers[0]), shared, np.int32)
-        return Conversations(tokens, turn, numbers[0].astype(np.int32), numbers[1].astype(np.int32), numbers[2])
-
-
-def generate(
-    generator: LaneGenerator, scripts: TokenScripts, deadline: float | None = None, keep_cut: int | None = None
-) -> Iterator[Conversations]:
-    """Run all scripts, or as many as fit before the deadline (time.monotonic seconds); yields what lanes finished.
-
-    keep_cut: at the deadline also yield unfinished lanes whose answer has at least that many tokens.
-    """
-    config, state = generator.config, generator.lanes
-    require(scripts.head.shape[1] < config.max_length, f"generation.max_length: {config.max_length} is under the heads")
-    state.phase.fill_(DONE)
-    state.script.fill_(-1)
-    given = generator.hand_out(torch.arange(config.lanes, device=generator.device), scripts, 0, fresh=True)
-    while True:
-        for _ in range(config.collect_every):
-            generator.step()
-        done = ((state.phase == DONE) & (state.script >= 0)).nonzero().flatten()
-        if len(done):
-            yield generator.collect(done, scripts.shared)
-        if given < len(scripts):
-            idle = (state.phase == DONE).nonzero().flatten()
-            given += generator.hand_out(idle, scripts, given, fresh=False) if len(idle) else 0
-        elif not bool((state.phase != DONE).any()):
-            return
-        if deadline is not None and time.monotonic() > deadline:
-            break
-    if keep_cut is not None:
-        long = (state.phase == ANSWER) & (state.position + 1 - state.start >= keep_cut)
-        if bool(long.any()):
-            yield generator.collect(long.nonzero().flatten(), scripts.shared)
-
-
-def join(parts: list[Conversations]) -> Conversations:
-    """One Conversations out of many."""
-    require(bool(parts), "generation: no conversation was finished before the deadline")
-    return Conversations(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Conversations)))
+def _device_of(loaded: LoadedTarget) -> str:
+    return str(loaded.model.embedding.device)

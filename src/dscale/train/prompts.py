@@ -2,14 +2,15 @@
 
 Three sources, none of them a data set:
     openers    the first words of a user turn (or none at all); the target samples the rest (self-synthesis)
-    templates  word problems, code requests and documented function stubs put together from word lists (stories.py,
-    code.py)
+    templates  word problems, code requests and documented function stubs put together from word lists (stories.py and
+               code.py)
     gym        procedural tasks of the reasoning-gym package. Its `gsm_symbolic` family is left out on purpose: it is
                made from test questions of a public benchmark that the drafter is measured on.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,13 +94,16 @@ GYM_FAMILIES = (
 
 @dataclass(frozen=True)
 class Script:
-    """A user turn, or its beginning. complete False: the target samples on from `text`; suffix is put after the "
-    "turn."""
+    """A user turn, or its beginning. complete False: the target samples on from `text`; suffix is put after the turn.
+
+    context: earlier messages of the conversation as (role, content), a system message first if there is one.
+    """
 
     text: str
     complete: bool
     suffix: str = ""
     source: str = "openers"
+    context: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,9 @@ def _gym_cycle(mix: PromptMix) -> Iterator[str]:
             yield str(maker[index]["question"])
 
 
+OPENERS = ("general", "math", "names", "code", "stubs")  # completed by the target
+TEMPLATES = ("stories", "requests", "functions")
+EXHAUSTED = 5000  # repeated turns in a row after which the sources count as used up
 SOURCES: dict[str, Callable[[random.Random, PromptMix], Script] | None] = {
     "general": _general,
     "math": _math,
@@ -201,19 +208,38 @@ SOURCES: dict[str, Callable[[random.Random, PromptMix], Script] | None] = {
 
 
 def scripts(mix: PromptMix) -> Iterator[Script]:
-    """An endless stream of scripts in the mix's proportions, deterministic in mix.seed. Complete turns do not "
-    "repeat."""
+    """An endless stream of scripts in the mix's proportions, deterministic in mix.seed.
+
+    Complete turns do not repeat; InputError when the sources have no new ones to give.
+    """
     rng = random.Random(mix.seed)
     names = list(SOURCES)
     weights = [getattr(mix, name) for name in names]
     questions = _gym_cycle(mix) if mix.gym > 0 else iter(())
     seen: set[str] = set()
+    misses = 0
     while True:
         name = rng.choices(names, weights)[0]
         make = SOURCES[name]
         script = make(rng, mix) if make else Script(next(questions), True, _suffix(rng, mix), "gym")
         if script.complete and script.text in seen:
+            misses += 1
+            require(
+                misses < EXHAUSTED,
+                f"prompts: the sources asked for hold about {len(seen)} different turns; ask for fewer",
+            )
             continue
         if script.complete:
             seen.add(script.text)
+        misses = 0
         yield script
+
+
+def gym_at_hand() -> bool:
+    """True when the reasoning-gym package is installed."""
+    return importlib.util.find_spec("reasoning_gym") is not None
+
+
+def only(names: tuple[str, ...], seed: int) -> PromptMix:
+    """The default mix with all other sources left out."""
+    return PromptMix(seed=seed, **{name: 0.0 for name in SOURCES if name not in names})  # type: ignore[arg-type]

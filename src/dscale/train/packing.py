@@ -1,0 +1,48 @@
+"""Conversations into rows of one length: best fit over a few open rows, in random order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dscale.train.generation import Conversations
+from dscale.train.rows import PackedRows
+
+
+def pack(
+    talks: Conversations, chosen: np.ndarray, prompt: np.ndarray, length: int, seed: int = 0, bins: int = 64
+) -> PackedRows:
+    """The conversations numbered `chosen` in rows of `length` tokens; prompt int64 [N]: the prompt's id of each."""
+    order = np.random.default_rng(seed).permutation(chosen)
+    ends = talks.end
+    room = np.full(bins, length, np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(bins)]
+    filled: list[list[int]] = []
+    for one in order.tolist():
+        need = int(ends[one])
+        left = np.where(room >= need, room, length + 1)
+        at = int(left.argmin())
+        if left[at] > length:
+            at = int(room.argmin())
+            filled.append(open_rows[at])
+            open_rows[at], room[at] = [], length
+        open_rows[at].append(one)
+        room[at] -= need
+    filled += [row for row in open_rows if row]
+    return _lay_out(talks, filled, prompt, length)
+
+
+def _lay_out(talks: Conversations, filled: list[list[int]], prompt: np.ndarray, length: int) -> PackedRows:
+    ids = np.zeros((len(filled), length), np.int32)
+    first = np.tile(np.arange(length, dtype=np.int32), (len(filled), 1))
+    answer = np.zeros((len(filled), length), bool)
+    for row, members in enumerate(filled):
+        at = 0
+        for member in members:
+            begin, stop = int(talks.bounds[member]), int(talks.bounds[member + 1])
+            end = at + stop - begin
+            ids[row, at:end] = talks.tokens[begin:stop]
+            first[row, at:end] = at
+            answer[row, at + int(talks.start[member]) : end] = True
+            at = end
+    order = np.array([member for members in filled for member in members], np.int64)
+    return PackedRows(ids, first, answer, prompt[order], talks.temperature[order] == 0)
