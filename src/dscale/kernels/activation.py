@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from dscale.kernels import native
+from dscale.kernels import native, triton
 
 
 def silu_mul_torch(gate_up: Tensor) -> Tensor:
@@ -18,4 +18,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half times the second half: [R, 2I] → [R, I]."""
     if native.usable(gate_up):
         return native.silu_mul(gate_up)
+    if triton.usable(gate_up):
+        from dscale.kernels.triton import activation
+
+        return activation.silu_mul(gate_up)
     return silu_mul_torch(gate_up)

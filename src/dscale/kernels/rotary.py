@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dscale.kernels import native
+from dscale.kernels import native, triton
 from dscale.kernels.norm import rms_norm_torch
 
 
@@ -73,6 +73,10 @@ def split_rotate_write(
     """split_rotate, k and v written to the cache at slots [R]; returns q [R, heads, d]."""
     if native.usable(qkv) and key_cache.dtype is qkv.dtype:
         return native.split_rotate_write(qkv, angles, shape, key_cache, value_cache, slots, q_norm, k_norm)
+    if triton.usable(qkv) and (q_norm is None) == (k_norm is None):
+        from dscale.kernels.triton import rotary
+
+        return rotary.split_rotate_write(qkv, angles, shape, key_cache, value_cache, slots, q_norm, k_norm)
     q, k, v = split_rotate(qkv, angles, shape, q_norm, k_norm)
     write_cache(k, v, key_cache, value_cache, slots)
     return q
@@ -103,5 +107,9 @@ def write_context(
     """
     if native.usable(kv) and cache.dtype is kv.dtype:
         native.write_context(kv, angles, shape, cache, slots, k_norms)
+    elif triton.usable(kv):
+        from dscale.kernels.triton import rotary
+
+        rotary.write_context(kv, angles, shape, cache, slots, k_norms)
     else:
         write_context_torch(kv, angles, shape, cache, slots, k_norms)

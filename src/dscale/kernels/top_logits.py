@@ -4,7 +4,7 @@
     log_sum_exp = log Σ_v exp(x_v)
     entropy     = log_sum_exp - Σ_v p_v · x_v           with p = softmax(x); in nats
 
-The native versions read each logit once; in torch a row is 0.17 ms for a vocabulary of 49,152.
+The native and Triton versions read each logit once; in torch a row is 0.17 ms for a vocabulary of 49,152.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dscale.kernels import native
+from dscale.kernels import native, triton
 
 RANKS = 16  # logits kept of each row
 CHUNK = 200_000  # logits at once on a CPU, so that their temporaries stay in its cache
@@ -42,12 +42,16 @@ class TopLogits:
 def top_logits(logits: Tensor) -> TopLogits:
     """The 16 highest logits, log-sum-exp and entropy of every row of logits [..., V], any float dtype.
 
-    Among equal logits the order is unspecified in torch, by id in the native version. It may change drafts, never text.
-    A vocabulary of fewer than 16 tokens repeats its last one.
+    Among equal logits the order is unspecified in torch, by id in the native and Triton versions. It may change drafts,
+    never text. A vocabulary of fewer than 16 tokens repeats its last one.
     """
     flat, lead = logits.reshape(-1, logits.shape[-1]), logits.shape[:-1]
     if flat.shape[1] >= RANKS and hasattr(native, "top_logits") and native.usable(flat):
         values, ids, log_sum_exp, entropy = native.top_logits(flat)
+    elif flat.shape[1] >= RANKS and triton.usable(flat):
+        from dscale.kernels.triton import top_logits as kernel
+
+        values, ids, log_sum_exp, entropy = kernel.top_logits(flat)
     else:
         values, ids, log_sum_exp, entropy = top_logits_torch(flat)
     return TopLogits(
@@ -84,4 +88,8 @@ def argmax(logits: Tensor) -> Tensor:
     """Index of the highest logit of each row [R, V] → [R] int64, the lowest among equals; any float dtype."""
     if hasattr(native, "argmax") and native.usable(logits):
         return native.argmax(logits)
+    if triton.usable(logits):
+        from dscale.kernels.triton import top_logits as kernel
+
+        return kernel.argmax(logits)
     return logits.max(dim=-1).indices  # torch.argmax is five times slower in bfloat16

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dscale.kernels import triton
+
 NO_TOKEN = -1  # pads token tables
 
 
@@ -29,6 +31,10 @@ class Accepted:
 
 def accept(drafts: Tensor, k: Tensor, y: Tensor, starts: Tensor) -> Accepted:
     """Compare drafts [N, W-1] with the target's tokens y [M] of the packed rows; k [N] slots, starts [N+1] int64."""
+    if triton.usable(y):
+        from dscale.kernels.triton import accept as kernel
+
+        return Accepted(*kernel.accept(drafts, k, y, starts))
     width = drafts.shape[1] + 1
     column = torch.arange(width, device=drafts.device)
     rows = (starts[:-1, None] + column).clamp(max=y.shape[0] - 1)
@@ -55,3 +61,16 @@ def clip_at_end(tokens: Tensor, emitted: Tensor, end_ids: Tensor, remaining: Ten
     clipped = torch.minimum(torch.minimum(emitted, remaining.clamp(min=0)), until_end)
     finished = (emitted > 0) & ((clipped == until_end) | (clipped >= remaining))
     return clipped, finished
+
+
+def accept_clipped(
+    drafts: Tensor, k: Tensor, y: Tensor, starts: Tensor, end_ids: Tensor, remaining: Tensor
+) -> tuple[Accepted, Tensor, Tensor]:
+    """`accept`, then `clip_at_end`: (what was accepted, emitted after the cut [N] int64, finished [N] bool)."""
+    if triton.usable(y):
+        from dscale.kernels.triton import accept as kernel
+
+        parts, emitted, finished = kernel.accept_clipped(drafts, k, y, starts, end_ids, remaining)
+        return Accepted(*parts), emitted, finished
+    outcome = accept(drafts, k, y, starts)
+    return outcome, *clip_at_end(outcome.tokens, outcome.emitted, end_ids, remaining)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dscale.kernels import triton
+
 
 def initial_windows(q: Tensor) -> Tensor:
     """k⁰ [N] int64: the expected accepted drafts Σ_{j≥1} q_j, rounded and clipped to [1, W]; the anchor is included."""
@@ -39,6 +41,11 @@ def allocate_exact(q: Tensor, total: Tensor | int, live: Tensor) -> Tensor:
     Since q is nonincreasing in j, the optimum is the anchors and the total - N highest scores among all q_{i,j≥1}.
     q [N, W] float, live [N] bool.
     """
+    if triton.usable(q):
+        from dscale.kernels.triton import allocate
+
+        if allocate.fits(q):
+            return allocate.allocate_exact(q, total, live)
     lanes, width = q.shape
     extra = clip_total(total, live, width) - live.sum()
     scores = q[:, 1:].masked_fill(~live[:, None], -1.0).T.reshape(-1)  # position-major: the tie order
@@ -53,6 +60,11 @@ def allocate_seeded(q: Tensor, total: Tensor | int, live: Tensor) -> Tensor:
     nonincreasing; so all turns together are one selection: growth takes the highest q_{i,j≥k⁰_i} in order (request,
     position), shrinking the lowest q_{i,1≤j<k⁰_i} in order (request, position from the end).
     """
+    if triton.usable(q):
+        from dscale.kernels.triton import allocate
+
+        if allocate.fits(q):
+            return allocate.allocate_seeded(q, total, live)
     lanes, width = q.shape
     start = initial_windows(q) * live
     missing = clip_total(total, live, width) - start.sum()

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dscale.config import PAGE_SIZE
+from dscale.kernels import triton
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -30,6 +33,10 @@ class Packed:
 
 def pack(k: Tensor, rows: int) -> Packed:
     """Boundaries and maps for k [N] int64 slots in `rows` flat rows; Σ k may be at most `rows`. Reads nothing back."""
+    if triton.usable(k):
+        from dscale.kernels.triton import pack as kernel
+
+        return Packed(*kernel.pack(k, rows))
     ends = k.cumsum(0)
     starts = torch.cat([torch.zeros_like(ends[:1]), ends])
     row = torch.arange(rows, device=k.device)
@@ -43,3 +50,32 @@ def pack(k: Tensor, rows: int) -> Packed:
 def gather(packed: Packed, field: Tensor, fill: int | float) -> Tensor:
     """The rows of a field [N, W], flat: [M] in the field's dtype; sentinels hold `fill`."""
     return field[packed.lane_of_row, packed.column_of_row].masked_fill(~packed.valid, fill)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """What the target reads of M flat rows, int64 [M] each: token ids, positions, cache slots; sentinels hold zeros."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+def pack_rows(
+    k: Tensor, rows: int, anchor: Tensor, drafts: Tensor, context: Tensor, page_table: Tensor, lanes: Tensor
+) -> tuple[Packed, PackedRows]:
+    """`pack`, and the rows of the blocks [anchor | drafts] that stand at positions context, context + 1, …
+
+    anchor, context [N] int64; drafts [N, W-1] int64; page_table [state rows, pages] int32; lanes [N] int64 maps a lane
+    to its page-table row.
+    """
+    if triton.usable(k):
+        from dscale.kernels.triton import pack as kernel
+
+        maps, fields = kernel.pack_rows(k, rows, anchor, drafts, context, page_table, lanes, PAGE_SIZE)
+        return Packed(*maps), PackedRows(*fields)
+    packed = pack(k, rows)
+    block = torch.cat([anchor[:, None], drafts], dim=1)
+    positions = context[:, None] + torch.arange(block.shape[1], device=k.device)
+    slots = page_table[lanes].gather(1, positions // PAGE_SIZE).long() * PAGE_SIZE + positions % PAGE_SIZE
+    return packed, PackedRows(*(gather(packed, field, 0) for field in (block, positions, slots)))

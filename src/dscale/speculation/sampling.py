@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dscale.kernels import native
+from dscale.kernels import native, triton
 from dscale.kernels.native.sampling import draw_into
 from dscale.kernels.top_logits import RANKS, argmax, top_logits
 from dscale.speculation.noise import gumbel_noise
@@ -51,6 +51,10 @@ def draw(logits: Tensor, rows: RowParams, all_greedy: bool) -> Tensor:
 
     A row's token depends on that row alone. all_greedy promises that every temperature is 0.
     """
+    if not all_greedy and triton.usable(logits):
+        from dscale.kernels.triton import sample
+
+        return sample.draw(logits, vars(rows))
     greedy = argmax(logits)
     if all_greedy:
         return greedy

@@ -1,10 +1,15 @@
-"""Triton versions of the kernels, for CUDA devices. Nothing here imports triton before a kernel is wanted."""
+"""Triton versions of the kernels, for CUDA devices. Nothing here imports triton before a kernel is wanted.
+
+Nothing is read on the host, so every call can be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 
@@ -15,5 +20,7 @@ def available() -> bool:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether a Triton kernel can work on this tensor."""
-    return x.is_cuda and available()
+    """Whether a Triton kernel works on this tensor: on CUDA, no gradient wanted, and DSCALE_TRITON is not 0."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return os.environ.get("DSCALE_TRITON", "1") != "0" and available()
