@@ -61,6 +61,9 @@ def drafter(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard/--no-tensorboard", help="Also write OUT/tensorboard, where it is installed.")
     ] = True,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Keep the target's taps in this folder instead of running it anew.")
+    ] = None,
     gpus: Annotated[int, typer.Option("--gpus", help="Processes to start, one per GPU.")] = 1,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -87,7 +90,7 @@ def drafter(
     chosen = dtype if dtype != "auto" else "bfloat16" if world.cuda else "float32"
     loaded = load_target(target, resolve_dtype(chosen), str(world.device))
     with options.reporting() as report:
-        summary = train_drafter(config, loaded, corpus, out, report, _tell, world, tensorboard)
+        summary = train_drafter(config, loaded, corpus, out, report, _tell, world, tensorboard, cache)
     first = world.first
     world.close()
     if first:

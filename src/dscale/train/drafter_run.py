@@ -30,8 +30,9 @@ from dscale.train.artifacts import MANIFEST, TIMING, Report, Shard, Stage, silen
 from dscale.train.drafter import DrafterTrainer, Record
 from dscale.train.forward import BlockForward, ForwardConfig
 from dscale.train.initial import initial_drafter
-from dscale.train.recipe import TrainConfig
+from dscale.train.recipe import TrainConfig, starts_new
 from dscale.train.rows import CORPUS, PackedRows, load_part, take_rows
+from dscale.train.taps import open_cache
 from dscale.train.walk import accepted_everywhere, walk_rows
 from dscale.train.world import World
 
@@ -49,6 +50,7 @@ def train_drafter(
     told: Callable[[Record], None] | None = None,
     world: World | None = None,
     tensorboard: bool = False,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Train a drafter on a finished corpus; returns the summary that OUT/manifest.json ends with.
 
@@ -64,6 +66,9 @@ def train_drafter(
         return stage.summary
     drafter = initial_drafter(target.model, config, world.device)
     trainer = DrafterTrainer(target.model, drafter, rows, config, world)
+    if cache is not None:
+        bound = {"target_hashes": hashes, "corpus": stage.inputs["corpus"]}
+        trainer.states = open_cache(cache, trainer.forward, rows, bound, config.distil > 0, world, report)
     validation = greedy_rows(corpus, config.evaluate_rows) if config.evaluate_every else None
     if (out / STATE).exists():
         trainer.load_state(read_state(out / STATE, world.device))
@@ -88,7 +93,7 @@ def train_drafter(
 def _stage(config: TrainConfig, corpus: Path, out: Path, hashes: dict[str, str], world: World) -> Stage:
     """The stage of OUT; only the first process may have to write it."""
     inputs: dict[str, Any] = {f"train.{name}": value for name, value in config.outcome().items()}
-    if config.init.partition(":")[0] not in ("random", "target"):
+    if not starts_new(config.init):
         inputs["train.init"] = f"drafter {drafter_hash(config.init)}"
     inputs["corpus"] = hashlib.sha256((corpus / MANIFEST).read_bytes()).hexdigest()
     inputs["target_hashes"], inputs["processes"] = hashes, world.size

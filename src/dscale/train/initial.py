@@ -12,7 +12,7 @@ from dscale.models.decoder import DecoderLayer, Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import load_drafter
 from dscale.models.drafter_config import check_fits, default_taps
-from dscale.train.recipe import TrainConfig
+from dscale.train.recipe import TrainConfig, starts_new
 
 WIDTH, LAYERS, MASK_TOKEN = 16, 5, 16  # of a new drafter
 
@@ -37,7 +37,7 @@ def new_config(
 def initial_drafter(target: Target, config: TrainConfig, device: torch.device) -> Drafter:
     """The drafter that training starts with, float32 on the device. InputError for an init that does not fit."""
     kind, _, listed = config.init.partition(":")
-    if kind not in ("random", "target"):
+    if not starts_new(config.init):
         return continued(target, config, device)
     fields = ("width", "layers", "layout", "mask_token")
     given = {name: getattr(config, name) for name in fields if getattr(config, name) is not None}

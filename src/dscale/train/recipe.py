@@ -90,15 +90,18 @@ class TrainConfig:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
-        "steps": 20, "rows": 2, "anchors": 8, "optimizer": "adamw", "rate": 1e-3, "evaluate_every": 10,
-        "evaluate_rows": 2, "log_every": 5, "sync_every": 1, "chunks": 1,
+        "steps": 10, "rows": 2, "anchors": 8, "width": 8, "layers": 2, "optimizer": "adamw", "rate": 1e-3,
+        "evaluate_every": 10, "evaluate_rows": 2, "log_every": 5, "sync_every": 1, "chunks": 1,
     },
     "full": {"epochs": 8.0, "rows": 16, "anchors": 192, "rate": 3e-3, "gamma": 5.0},
 }  # fmt: skip
 
 
 def recipe(preset: str, **given: Any) -> TrainConfig:
-    """A preset with what was given (not None) over it; a budget given replaces the preset's, a width also its γ."""
+    """A preset with what was given (not None) over it.
+
+    A budget that is given replaces the preset's, a width its γ, a drafter to go on from its network.
+    """
     require(preset in PRESETS, f"preset: {preset!r}; allowed are {', '.join(PRESETS)}")
     flags = {name: value for name, value in given.items() if value is not None}
     base = dict(PRESETS[preset])
@@ -106,7 +109,14 @@ def recipe(preset: str, **given: Any) -> TrainConfig:
         base = {name: value for name, value in base.items() if name not in BUDGETS}
     if "width" in flags:
         base.pop("gamma", None)
+    if not starts_new(flags.get("init", "random")):
+        base = {name: value for name, value in base.items() if name not in ("width", "layers")}
     return TrainConfig(**(base | flags))
+
+
+def starts_new(init: str) -> bool:
+    """True for random weights or target layers, False for the folder of an earlier drafter."""
+    return init.partition(":")[0] in ("random", "target")
 
 
 def mixed(*numbers: int) -> int:
