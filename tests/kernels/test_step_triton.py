@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dscale.kernels.top_logits import argmax
+from dscale.kernels.top_logits import argmax, top_logits
 from dscale.speculation import acceptance, budget, packing
+from dscale.speculation.features import HIDDEN, LOGITS, FeatureProjections
 from dscale.speculation.noise import gumbel_noise, mix
+from dscale.speculation.predictor import Predictor, PredictorConfig
 from dscale.speculation.sampling import RowParams, draw_on_device
+from dscale.speculation.survival import predicted_survival
 
 pytest.importorskip("triton", reason="the triton package is not installed")
 
@@ -21,6 +24,7 @@ import triton.language as tl
 from dscale.kernels.triton import accept as fast_accept
 from dscale.kernels.triton import allocate as fast_allocate
 from dscale.kernels.triton import pack as fast_pack
+from dscale.kernels.triton import predict as fast_predict
 from dscale.kernels.triton import sample as fast_sample
 from dscale.kernels.triton.top_logits import best_keys
 
@@ -178,3 +182,25 @@ def test_the_edge_among_equals() -> None:
     levels, last = fast_sample.cuts(logits, best_keys(logits), ones, top_k, top_p, 0 * ones)
     assert levels.tolist() == [0x40000000] * len(cases)  # the bits of 2.0
     assert last.tolist() == (kept + 4).tolist()
+
+
+@pytest.mark.parametrize("head", ["survival", "hazard"])
+@pytest.mark.parametrize(
+    "groups", [("confidence", "hidden", "logits", "context"), ("confidence",), ("logits", "context")]
+)
+def test_predictor(groups: tuple[str, ...], head: str) -> None:
+    lanes, width, size, vocab = 5, 6, 12, 40
+    torch.manual_seed(len(groups))
+    predictor = Predictor(PredictorConfig(width, "made up", groups, hidden_units=20, head=head)).to(DEVICE)
+    projections = FeatureProjections.build(torch.randn(vocab, size, device=DEVICE), seed=3)
+    hidden = torch.randn(lanes, width - 1, size, device=DEVICE)
+    top = top_logits(torch.randn(lanes, width - 1, vocab, device=DEVICE) * 3)
+    live = torch.tensor([True, True, False, True, True], device=DEVICE)
+    initial = torch.tensor([False, True, False, False, True], device=DEVICE)
+    layers = (predictor.first.weight, predictor.first.bias, predictor.second.weight, predictor.second.bias)
+    q = fast_predict.predict(
+        top.values, top.log_sum_exp, top.entropy, hidden @ projections.matrix, live, initial,
+        layers, groups, (HIDDEN, LOGITS), head == "hazard",
+    )  # fmt: skip
+    expected = predicted_survival(predictor, top, hidden, live, initial, projections)
+    torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-6)

@@ -20,8 +20,9 @@ from torch import Tensor
 from dscale.kernels.top_logits import TopLogits, argmax, top_logits
 from dscale.models.decoder import Target
 from dscale.speculation.confidence import ConfidenceModel
-from dscale.speculation.features import FeatureProjections, draft_features
+from dscale.speculation.features import FeatureProjections
 from dscale.speculation.predictor import Predictor
+from dscale.speculation.survival import predicted_survival
 from dscale.speculation.workspace import StepShape
 
 Allocate = Callable[[Tensor, int, Tensor], Tensor]  # (q [N, W], total slots, live [N]) → k [N]
@@ -142,9 +143,8 @@ class PredictorScorer(Scorer):
 
     def read(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
-        groups = self.predictor.config.features
-        features = draft_features(top, hidden, live.sum(), initial, self.projections, groups)
-        return Draft(top.ids[..., 0], self.predictor.survival(features), top)
+        q = predicted_survival(self.predictor, top, hidden, live, initial, self.projections)
+        return Draft(top.ids[..., 0], q, top)
 
 
 class ConfidenceScorer(Scorer):
