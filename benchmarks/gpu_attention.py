@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -230,7 +230,7 @@ def check_graph(bench: Bench) -> None:
     bench.errors.append({"case": "captured graph, new lengths", "error": worst, "ok": ok})
 
 
-def replay_time(calls: list[Callable[[], object]], repeats: int = 15) -> float:
+def replay_time(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
     """Microseconds a call: median over replays of a graph that holds all calls."""
     calls[0]()
     torch.cuda.synchronize()

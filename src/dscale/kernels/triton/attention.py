@@ -61,7 +61,7 @@ def choose_tile(options: AttentionOptions, rows: int, head_dim: int, q_dtype: to
     if options.tile is not None:
         return options.tile
     if q_dtype is torch.float32:
-        return Tile(rows=16, keys=32, warps=4, stages=2)
+        return Tile(rows=16, keys=32, warps=4, stages=2, programs=4)
     if options.deterministic:
         height = FIXED_ROWS
     elif prefill or options.layout == "wide":
@@ -70,8 +70,9 @@ def choose_tile(options: AttentionOptions, rows: int, head_dim: int, q_dtype: to
         height = 16
     else:
         height = min(max(triton.next_power_of_2(rows), 16), 128)
-    keys = 64 if head_dim <= 128 else 32
-    return Tile(height, keys, warps=8 if height == 128 else 4, stages=3)
+    large = height == 128 or head_dim > 128  # registers and shared memory: one program on a multiprocessor
+    keys, warps = 64 if head_dim <= 128 else 32, 8 if height == 128 else 4
+    return Tile(height, keys, warps, stages=3, programs=1 if large else 2)
 
 
 def paged_attention(

@@ -24,11 +24,18 @@ EMPTY = tl.constexpr(-1.0e30)  # the m of no keys: finite, so 2^(m - m) is 1 and
 
 
 @triton.jit
+def _pages(table, begin, newest, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """Pages of keys begin … begin+KEYS-1."""
+    return tl.load(table + tl.minimum(begin + tl.arange(0, KEYS), newest) // PAGE)
+
+
+@triton.jit
 def _attend(
-    q, table, keys, values, begin, end, newest, position, last, scale, window,
+    q, page, table, keys, values, begin, end, newest, position, last, scale, window,
     KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """(m, l, a) of rows q [rows, D] over keys begin … end-1. keys, values point at a KV head's first page.
+    """(m, l, a) of rows q [rows, D] over keys begin … end-1. keys, values point at a KV head's first page; page holds
+    the pages of the first KEYS keys (_pages).
 
     Past the newest key the newest is read again and masked: only rows that were written are ever read.
     """
@@ -38,22 +45,21 @@ def _attend(
     column = tl.arange(0, KEYS)
     element = tl.arange(0, D)
     oldest = position - window
-    page = tl.load(table + tl.minimum(begin + column, newest) // PAGE)
     for start in range(begin, end, KEYS):
         key = start + column
         offset = page.to(tl.int64) * (KV * PAGE * D) + (tl.minimum(key, newest) % PAGE) * D
         k = tl.load(keys + offset[:, None] + element[None, :])
         v = tl.load(values + offset[:, None] + element[None, :])
-        page = tl.load(table + tl.minimum(key + KEYS, newest) // PAGE)  # of the next turn: no load waits for a load
+        page = _pages(table, start + KEYS, newest, PAGE, KEYS)  # of the next turn: no load waits for a load
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         seen = key[None, :] <= last[:, None]
         if WINDOW:
             seen = seen & (key[None, :] > oldest[:, None])
         score = tl.where(seen, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - new_top[:, None])
+        weight = tl.exp2(tl.fma(score, scale, -new_top[:, None]))
         kept = tl.exp2(top - new_top)
-        total = total * kept + tl.sum(weight, 1)
+        total = tl.fma(total, kept, tl.sum(weight, 1))
         mixed = tl.dot(weight.to(q.dtype), v.to(q.dtype), mixed * kept[:, None], input_precision="ieee")
         top = new_top
     return top, total, mixed
@@ -61,10 +67,10 @@ def _attend(
 
 @triton.jit
 def _merge(top, total, mixed, top2, total2, mixed2):
-    """(m, l, a) of two ranges of keys together."""
+    """(m, l, a) of two ranges of keys together. The rounding is spelled out: both kernels merge to the same bits."""
     both = tl.maximum(top, top2)
     one, two = tl.exp2(top - both), tl.exp2(top2 - both)
-    return both, total * one + total2 * two, mixed * one[:, None] + mixed2 * two[:, None]
+    return both, tl.fma(total2, two, total * one), tl.fma(mixed2, two[:, None], mixed * one[:, None])
 
 
 @triton.jit
@@ -115,12 +121,12 @@ def decode_kernel(
     start and at the end.
     """
     HEADS: tl.constexpr = KV * GROUP // P
-    _clear(out, tl.load(starts + lane_count).to(tl.int32) + tl.program_id(0), rows, tl.num_programs(0), KV * GROUP, D)
-
     lane_range = tl.arange(0, LANES)
     exists = lane_range < lane_count
-    counts = (tl.load(starts + lane_range + 1, exists, 0) - tl.load(starts + lane_range, exists, 0)).to(tl.int32)
+    firsts = tl.load(starts + lane_range, exists, 0).to(tl.int32)
+    counts = tl.load(starts + lane_range + 1, exists, 0).to(tl.int32) - firsts
     before = tl.load(contexts + lane_range, exists, 0).to(tl.int32)
+    owners = tl.load(lanes + lane_range, exists, 0).to(tl.int32)
     final = tl.where(counts > 0, tl.cdiv(before + counts, KEYS), 0)  # key tiles
     origin = tl.maximum(before - window + 1, 0) // KEYS if WINDOW else tl.zeros_like(final)
     if FIXED > 0:
@@ -145,19 +151,21 @@ def decode_kernel(
         lane_origin = tl.sum(tl.where(mine, origin, 0))
         context = tl.sum(tl.where(mine, before, 0))
         count = tl.sum(tl.where(mine, counts, 0))
-        start = tl.load(starts + lane).to(tl.int32)
+        start = tl.sum(tl.where(mine, firsts, 0))
+        pages = table + tl.sum(tl.where(mine, owners, 0)) * table_stride
 
         if tile * ROWS < count * P:
             token, member, live, position, last = _rows(tile * ROWS, count, context, CAUSAL, P, ROWS)
             kv = head * P // GROUP
             begin = (lane_origin + (chunk - first_chunk) * lane_length) * KEYS
             end = tl.minimum(begin + lane_length * KEYS, _end(tile * ROWS, count, context, CAUSAL, P, ROWS))
+            page = _pages(pages, begin, context + count - 1, PAGE, KEYS)
             element = tl.arange(0, D)
             place = (start + token) * q_row + (head * P + member) * q_head
             query = tl.load(q + place[:, None] + element[None, :], live[:, None], 0.0)
             top, total, mixed = _attend(
-                query, table + tl.load(lanes + lane) * table_stride, keys + kv * PAGE * D, values + kv * PAGE * D,
-                begin, end, context + count - 1, position, last, scale * key_scale, window, KV, PAGE, D, KEYS, WINDOW,
+                query, page, pages, keys + kv * PAGE * D, values + kv * PAGE * D, begin, end, context + count - 1,
+                position, last, scale * key_scale, window, KV, PAGE, D, KEYS, WINDOW,
             )  # fmt: skip
             at = ((start + token) * (KV * GROUP) + head * P + member) * D
             if lane_splits == 1:
@@ -175,7 +183,7 @@ def decode_kernel(
                     top = tl.full([ROWS], EMPTY, tl.float32)
                     total = tl.zeros([ROWS], tl.float32)
                     mixed = tl.zeros([ROWS, D], tl.float32)
-                    for split in range(lane_splits):
+                    for split in tl.range(0, lane_splits, num_stages=3):
                         other = ((first_chunk + split) * TILES + tile) * HEADS + head
                         top2 = tl.load(stats + other * (2 * ROWS) + row, cache_modifier=".cg")
                         total2 = tl.load(stats + other * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
@@ -184,6 +192,7 @@ def decode_kernel(
                         top, total, mixed = _merge(top, total, mixed, top2, total2, mixed2)
                     _store(out, at, live, total, mixed, value_scale, D)
                     tl.store(arrival, 0)
+    _clear(out, tl.sum(counts) + tl.program_id(0), rows, tl.num_programs(0), KV * GROUP, D)
 
 
 @triton.jit(do_not_specialize=["rows", "lane_count"])
@@ -196,10 +205,6 @@ def prefill_kernel(
     """Many rows a lane: program (tile, head, lane) attends over all keys its rows see, longest tiles first."""
     HEADS: tl.constexpr = KV * GROUP // P
     head, lane = tl.program_id(1), tl.program_id(2)
-    programs = tl.num_programs(0) * HEADS * lane_count
-    program = (lane * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
-    _clear(out, tl.load(starts + lane_count).to(tl.int32) + program, rows, programs, KV * GROUP, D)
-
     start = tl.load(starts + lane).to(tl.int32)
     count = tl.load(starts + lane + 1).to(tl.int32) - start
     context = tl.load(contexts + lane).to(tl.int32)
@@ -209,26 +214,33 @@ def prefill_kernel(
         kv = head * P // GROUP
         end = _end(first, count, context, CAUSAL, P, ROWS)
         begin = tl.maximum(context + first // P - window + 1, 0) // KEYS * KEYS if WINDOW else 0
+        newest = context + count - 1
+        pages = table + tl.load(lanes + lane) * table_stride
         place = (start + token).to(tl.int64) * q_row + (head * P + member) * q_head
         query = tl.load(q + place[:, None] + tl.arange(0, D)[None, :], live[:, None], 0.0)
-        pages = table + tl.load(lanes + lane) * table_stride
         keys += kv * PAGE * D
         values += kv * PAGE * D
-        newest = context + count - 1
         scale *= key_scale
         if FIXED > 0:
             top = tl.full([ROWS], EMPTY, tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             mixed = tl.zeros([ROWS, D], tl.float32)
             for chunk in range(begin // (FIXED * KEYS) * (FIXED * KEYS), end, FIXED * KEYS):
+                page = _pages(pages, chunk, newest, PAGE, KEYS)
+                chunk_end = tl.minimum(chunk + FIXED * KEYS, end)
                 top2, total2, mixed2 = _attend(
-                    query, pages, keys, values, chunk, tl.minimum(chunk + FIXED * KEYS, end), newest, position, last,
-                    scale, window, KV, PAGE, D, KEYS, WINDOW,
+                    query, page, pages, keys, values, chunk, chunk_end, newest, position, last, scale, window,
+                    KV, PAGE, D, KEYS, WINDOW,
                 )  # fmt: skip
                 top, total, mixed = _merge(top, total, mixed, top2, total2, mixed2)
         else:
+            page = _pages(pages, begin, newest, PAGE, KEYS)
             top, total, mixed = _attend(
-                query, pages, keys, values, begin, end, newest, position, last, scale, window, KV, PAGE, D, KEYS, WINDOW
+                query, page, pages, keys, values, begin, end, newest, position, last, scale, window,
+                KV, PAGE, D, KEYS, WINDOW,
             )  # fmt: skip
         at = ((start + token).to(tl.int64) * (KV * GROUP) + head * P + member) * D
         _store(out, at, live, total, mixed, value_scale, D)
+    programs = tl.num_programs(0) * HEADS * lane_count
+    program = (lane * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
+    _clear(out, tl.load(starts + lane_count).to(tl.int32) + program, rows, programs, KV * GROUP, D)
