@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,15 @@ def train_drafter(
     world = world or World(str(target.model.embedding.device))
     hashes = target_hashes(target)
     rows = load_part(corpus, "train", hashes)
-    stage = _stage(config, corpus, out, hashes, world)
-    if stage.summary is not None:
-        return stage.summary
+    inputs = _inputs(config, corpus, hashes, world)
+    done = Stage.open(out, DRAFTER, inputs).summary if (out / MANIFEST).exists() else None
+    if done is not None:
+        return done
     drafter = initial_drafter(target.model, config, world.device)
     trainer = DrafterTrainer(target.model, drafter, rows, config, world)
+    stage = _stage(out, inputs, world)  # only now: what was refused before leaves no folder
     if cache is not None:
-        bound = {"target_hashes": hashes, "corpus": stage.inputs["corpus"]}
+        bound = {"target_hashes": hashes, "corpus": inputs["corpus"]}
         trainer.states = open_cache(cache, trainer.forward, rows, bound, config.distil > 0, world, report)
     validation = greedy_rows(corpus, config.evaluate_rows) if config.evaluate_every else None
     if (out / STATE).exists():
@@ -90,13 +93,17 @@ def train_drafter(
     return Stage.load(out, DRAFTER).summary or {}
 
 
-def _stage(config: TrainConfig, corpus: Path, out: Path, hashes: dict[str, str], world: World) -> Stage:
-    """The stage of OUT; only the first process may have to write it."""
+def _inputs(config: TrainConfig, corpus: Path, hashes: dict[str, str], world: World) -> dict[str, Any]:
+    """Everything that decides the outcome."""
     inputs: dict[str, Any] = {f"train.{name}": value for name, value in config.outcome().items()}
     if not starts_new(config.init):
         inputs["train.init"] = f"drafter {drafter_hash(config.init)}"
     inputs["corpus"] = hashlib.sha256((corpus / MANIFEST).read_bytes()).hexdigest()
-    inputs["target_hashes"], inputs["processes"] = hashes, world.size
+    return inputs | {"target_hashes": hashes, "processes": world.size}
+
+
+def _stage(out: Path, inputs: dict[str, Any], world: World) -> Stage:
+    """The stage of OUT; only the first process may have to write it."""
     if world.first:
         Stage.open(out, DRAFTER, inputs)
     world.wait()
@@ -210,6 +217,7 @@ def _board(
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
+        print("tensorboard is not installed: history.jsonl alone holds the metrics", file=sys.stderr)
         return told
     writer = SummaryWriter(str(out / "tensorboard"), purge_step=step)
 
