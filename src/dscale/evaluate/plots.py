@@ -32,7 +32,8 @@ def plot_curves(record: dict[str, Any], folder: Path) -> bool:
         axes[1, column].set_xlabel("depth")
     axes[0, 0].set_ylabel("survival S(k)")
     axes[1, 0].set_ylabel("hazard h(k)")
-    axes[0, 0].legend(fontsize=7, frameon=False)
+    for axis in axes[0]:
+        axis.legend(fontsize=7, frameon=False)
     with matplotlib.rc_context({"svg.hashsalt": "dscale"}):
         for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
             data = io.BytesIO()
@@ -51,6 +52,6 @@ def _draw(axes: Any, way: str, curves: dict[str, Any]) -> None:
         axis.plot(depth, values, STYLES[way], color=COLORS[way], label=label, linewidth=1.4)
         spans = [[float("nan") if one is None else one for one in span] for span in curves[f"{what}_interval"]]
         axis.fill_between(depth, *zip(*spans, strict=True), color=COLORS[way], alpha=0.15, linewidth=0)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1)
         axis.grid(alpha=0.3, linewidth=0.5)
         axis.tick_params(labelsize=7)
