@@ -116,7 +116,7 @@ def test_killed_and_started_again_ends_with_the_same_bytes(fit, drafter, tmp_pat
 def test_start_and_never_worse(fit, traces, drafter, tmp_path):
     code, *_ = fit(traces, tmp_path / "good", "-d", drafter, "--rate", 0.02, "--epochs", 12, "--hidden-units", 8)
     assert code == 0
-    # Traffic of the same kind, hardly any training: not better by chance alone, so either choice must be the better.
+    # Traffic of the same kind, half of its blocks cut: whichever predicts the held-out prompts better is kept.
     live = made_up(900, seed=5)
     slots = np.where(np.arange(900) % 2 == 0, 4, 3).astype(np.int16)
     live = replace(live, slots=slots, accepted=np.minimum(live.accepted, slots - 1).astype(np.int16))
@@ -129,14 +129,13 @@ def test_start_and_never_worse(fit, traces, drafter, tmp_path):
     assert record["kept"] == ("new" if better else "old")
     assert record["holdout"] == record[record["kept"]]
     assert Predictor.load(tmp_path / "refit", drafter_hash(drafter)).config.hidden_units == 8
-    # Nonsense traffic: what a fit learns from it is worse on its own holdout than a rate that breaks it.
-    code, text, _ = fit(folder, tmp_path / "broken", *options, "--rate", 1e-12, "--epochs", 1)
-    record = json.loads(text)
-    assert record["kept"] == "old" or record["new"]["log_loss"] < record["old"]["log_loss"]
-    if record["kept"] == "old":
-        old = Predictor.load(tmp_path / "good", None).state_dict()
-        kept = Predictor.load(tmp_path / "broken", None).state_dict()
-        assert all((old[name] == kept[name]).all() for name in old)
+    # A fit that does not move is not better: the old weights stay, to the bit.
+    code, text, _ = fit(folder, tmp_path / "still", *options, "--rate", 1e-12, "--epochs", 1)
+    assert code == 0
+    assert json.loads(text)["kept"] == "old"
+    old = Predictor.load(tmp_path / "good", None).state_dict()
+    kept = Predictor.load(tmp_path / "still", None).state_dict()
+    assert all((old[name] == kept[name]).all() for name in old)
 
 
 def test_input_is_refused_in_one_line(fit, traces, drafter, tmp_path):
@@ -157,6 +156,7 @@ def test_input_is_refused_in_one_line(fit, traces, drafter, tmp_path):
         ((traces, out, "--features", "hidden"), "hidden wanted"),
         ((traces, out, "--never-worse"), "--start"),
         ((traces, out, "--head", "tail"), "survival, hazard"),
+        ((traces, out, "--device", "abacus"), "allowed are auto, cpu"),
     ):
         code, _, error = fit(*arguments, "-d", drafter)
         assert code == 2, arguments

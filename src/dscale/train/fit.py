@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dscale.config import require
+from dscale.engine.llm import resolve_device
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.speculation.predictor import KIND, WEIGHTS, Predictor, PredictorConfig, survival
 from dscale.train.artifacts import (
@@ -79,6 +80,7 @@ class FitJob:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        resolve_device(self.device)
         require(len(self.traces) > 0, "traces: none given; name at least one trace folder")
         require(len(set(self.traces)) == len(self.traces), "traces: a folder is given twice")
         require(not self.never_worse or self.start is not None, "never-worse: compares with --start; give a predictor")
@@ -86,8 +88,8 @@ class FitJob:
 
     @property
     def placed(self) -> str:
-        """The device: auto is cuda where there is one."""
-        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        """The device to fit on."""
+        return resolve_device(self.device)
 
 
 @dataclass(frozen=True)
