@@ -103,6 +103,29 @@ def test_other_dialect_layout_and_start(folders, corpus, tmp_path, dscale):  # n
     assert Stage.load(tmp_path / "two", "dscale.drafter/1").summary["layout"] == "anchor-first"
 
 
+def test_a_tap_cache_changes_nothing_but_the_time(folders, corpus, tmp_path, dscale):  # noqa: F811
+    arguments = ("train", "drafter", folders["target"], corpus)
+    flags = (*SIZES, "--steps", "4", "--distil", "0.5")
+    assert dscale(*arguments, tmp_path / "online", *flags)[0] == 0
+    code, _, error = dscale(*arguments, tmp_path / "cached", *flags, "--cache", tmp_path / "cache")
+    assert code == 0
+    assert "GB more, the disk has" in error
+    assert contents(tmp_path / "cached") == contents(tmp_path / "online")
+    (damaged,) = (tmp_path / "cache").glob("*.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    code, _, error = dscale(*arguments, tmp_path / "third", *flags, "--cache", tmp_path / "cache")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "delete it and run again" in error
+
+
+def test_tensorboard_gets_every_record(folders, corpus, tmp_path, dscale):  # noqa: F811
+    pytest.importorskip("tensorboard")
+    flags = [flag for flag in SIZES if flag != "--no-tensorboard"]
+    assert dscale("train", "drafter", folders["target"], corpus, tmp_path / "out", *flags, "--steps", "2")[0] == 0
+    assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
+    assert not (tmp_path / "out" / "state.pt").exists()
+
+
 def test_killed_and_started_again_ends_in_the_same_bytes(folders, corpus, tmp_path):  # noqa: F811
     def arguments(out: str, *more: str) -> tuple[object, ...]:
         return ("train", "drafter", folders["target"], corpus, tmp_path / out, *SIZES, "--steps", "150", *more)

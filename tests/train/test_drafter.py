@@ -216,6 +216,7 @@ def test_presets_give_way_to_flags():
     assert recipe("full").gamma == 5.0
     timed = recipe("full", seconds=60.0, width=8)
     assert (timed.epochs, timed.seconds, timed.gamma) == (None, 60.0, None)
+    assert (recipe("tiny").width, recipe("tiny", init="runs/old").width) == (8, None)
     assert [timed.decay(width) for width in (16, 10, 8, 7)] == [7.0, 5.0, 4.0, 4.0]
 
 
