@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -319,23 +320,24 @@ def label(tile: Tile) -> str:
 
 
 def time_all(bench: Bench, sweep: bool) -> None:
-    """All timed cases, the acceptance cases of the issue first."""
+    """All timed cases, those with a bound in the issue first."""
     ways: dict[str, AttentionOptions | None] = {name: AttentionOptions(name) for name in ("packed", "narrow", "wide")}
     ways["deterministic"] = AttentionOptions(deterministic=True)
-    ways["flashinfer"] = None
-    if sweep:
-        ways |= {label(tile): AttentionOptions(tile=tile) for tile in SWEEP}
-    cases = [(Shape(lanes, context), ways) for context in (1024, 4096) for lanes in (8, 16, 32)]
     packed = {"packed": ways["packed"]}
-    one = packed | ({label(tile): AttentionOptions(tile=tile) for tile in ONE_ROW_SWEEP} if sweep else {})
-    cases += [(Shape(8, 1024, rows=1), one), (Shape(32, 1024, rows=1), one)]
+    asked = [Shape(lanes, context) for context in (1024, 4096) for lanes in (8, 16, 32)]
+    single = [Shape(lanes, 1024, rows=1) for lanes in (8, 32)]
     others = [
         Shape(1, 1024), Shape(1, 16384), Shape(64, 1024), Shape(128, 1024), Shape(32, 1024, rows=8),
         Shape(32, 1024, spread=0.9), Shape(32, 1024, path="draft"), Shape(8, 1024, heads=24, kv=2, size=256),
         Shape(32, 1024, heads=9, kv=3, size=64), Shape(32, 1024, heads=64), Shape(32, 1024, cache=torch.float8_e4m3fn),
         Shape(4, 0, rows=1024, path="prefill"), Shape(1, 3072, rows=1024, path="prefill"),
     ]  # fmt: skip
-    cases += [(shape, packed) for shape in others]
+    cases = [(shape, ways) for shape in asked] + [(shape, packed) for shape in single + others]
+    if sweep:
+        cases += [(shape, {label(tile): AttentionOptions(tile=tile) for tile in SWEEP}) for shape in asked]
+        cases += [(shape, {label(tile): AttentionOptions(tile=tile) for tile in ONE_ROW_SWEEP}) for shape in single]
+    if find_spec("flashinfer"):  # last: it may compile its kernels
+        cases += [(shape, {"flashinfer": None}) for shape in asked]
     for shape, some in cases:
         bench.attempt(f"{shape}", partial(time_ways, bench, shape, some))
 

@@ -21,7 +21,7 @@ from dscale.kernels.triton.attention_kernels import decode_kernel, prefill_kerne
 if TYPE_CHECKING:
     from dscale.kernels.attention import AttentionOptions, RaggedBatch
 
-FIXED_KEYS = 1024  # deterministic: keys of a chunk
+FIXED_KEYS = 512  # deterministic: keys of a chunk
 FIXED_ROWS = 64  # deterministic: rows of a tile, whatever the path
 DECODE_ROWS = 32  # path "auto": at most so many rows a lane are a decode step
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
