@@ -210,6 +210,14 @@ def test_a_full_disk_is_one_line_and_loses_nothing(dscale, folders, prompts, who
     assert hashes(out) == hashes(whole)
 
 
+def test_a_drafter_changes_no_byte_of_the_rows(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
+    out = tmp_path / "corpus"
+    assert dscale(*command(folders, out, prompts, "--drafter", folders["drafter"])[3:])[0] == 0
+    drafted, plain = hashes(out), hashes(whole)
+    assert drafted.pop("manifest.json") != plain.pop("manifest.json")
+    assert drafted == plain
+
+
 def test_made_up_sources_and_lanes(dscale, folders, tmp_path):  # noqa: F811
     pytest.importorskip("reasoning_gym")
     out = tmp_path / "corpus"

@@ -11,9 +11,9 @@ from dscale.train.artifacts import silent
 from dscale.train.corpus import REASONS, CorpusConfig, Selection, bare_text, places
 from dscale.train.dedup import Evaluation, Turns, prompt_ids
 from dscale.train.generation import Conversations, join
-from dscale.train.packing import pack
+from dscale.train.packing import in_pieces, pack
 from dscale.train.prompts import STEPS_SUFFIX, Script
-from dscale.train.rows import read_rows, write_rows
+from dscale.train.rows import join_rows, read_rows, write_rows
 from dscale.train.scripts import Draws, Frames, end_tokens, tokenise
 
 
@@ -156,6 +156,10 @@ def test_packed_rows_hold_every_conversation_once(tmp_path):
     assert packed.prompt.tolist() == [n + 500 for n in order]
     assert packed.greedy.tolist() == [n != 7 for n in order]
     assert len(packed.ids) <= 14
+    pieces = list(in_pieces(packed, 4))
+    assert [len(piece) for piece in pieces[:-1]] == [4] * (len(pieces) - 1)
+    assert all(np.array_equal(getattr(join_rows(pieces), f.name), getattr(packed, f.name)) for f in fields(packed))
+    assert [len(p.prompt) for p in pieces] == [int((np.diff(p.answer.astype(int)) == 1).sum()) for p in pieces]
     shard = write_rows(tmp_path, "train-0.safetensors", packed, "train")
     again = read_rows(tmp_path, shard)
     assert all(np.array_equal(getattr(packed, f.name), getattr(again, f.name)) for f in fields(packed))

@@ -8,6 +8,7 @@ from dscale.config import InputError
 from dscale.layers.attention import DenseAttention
 from dscale.layers.rotary import rotary_table
 from dscale.models.loader import LoadedTarget, random_target
+from dscale.speculation.noise import streams
 from dscale.speculation.sampling import RowParams, draw
 from dscale.train.generation import EngineGenerator, GenerationConfig
 from dscale.train.lane_attention import lane_attention_torch
@@ -146,7 +147,7 @@ def test_choose_is_the_engines_draw():
     logits = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)) * 3
     temperature = torch.tensor([0.0, 0.5, 1.0, 1.5]).repeat(16)
     seed, position, ids = torch.arange(64) * 977, torch.arange(64) % 7, torch.arange(200)
-    got = choose(logits, seed, position, ids, temperature, float(np.log(0.02)))
+    got = choose(logits, streams(seed, position), ids, temperature, float(np.log(0.02)))
     floors = torch.full((64,), 0.02)
     nothing = torch.zeros(64, dtype=torch.int64)
     want = draw(logits, RowParams(temperature, nothing, torch.ones(64), floors, seed, position), all_greedy=False)
@@ -156,9 +157,8 @@ def test_choose_is_the_engines_draw():
 
 def test_choose_samples_the_softmax_above_the_floor():
     logits = torch.log(torch.tensor([0.6, 0.3, 0.095, 0.005])).repeat(20000, 1)
-    drawn = choose(
-        logits, torch.arange(20000), torch.zeros(20000).long(), torch.arange(4), torch.ones(20000), np.log(0.02)
-    )
+    stream = streams(torch.arange(20000), torch.zeros(20000).long())
+    drawn = choose(logits, stream, torch.arange(4), torch.ones(20000), float(np.log(0.02)))
     share = torch.bincount(drawn, minlength=4) / 20000
     assert torch.allclose(share, torch.tensor([0.603, 0.3015, 0.0955, 0.0]), atol=0.015)
 

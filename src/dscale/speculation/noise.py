@@ -31,13 +31,22 @@ def mix(x: Tensor) -> Tensor:
     return x
 
 
+def streams(seed: Tensor, position: Tensor) -> Tensor:
+    """What a row's bits begin with: seed, position [R] int64 → [R] int64."""
+    return mix(mix(seed) + position * GOLDEN)
+
+
 def random_bits(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """63 random bits for every (seed [R], position [R], ids [V] or [R, K]), all int64 → [R, V] or [R, K] int64."""
-    stream = mix(mix(seed) + position * GOLDEN)
-    return mix(stream[:, None] + ids * GOLDEN)
+    return mix(streams(seed, position)[:, None] + ids * GOLDEN)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise, float32 [R, V] or [R, K]; arguments as in `random_bits`."""
-    uniform = random_bits(seed, position, ids).to(torch.float32).add_(0.5).mul_(2.0**-63).clamp_(max=BELOW_ONE)
+    return stream_noise(streams(seed, position), ids)
+
+
+def stream_noise(stream: Tensor, ids: Tensor) -> Tensor:
+    """`gumbel_noise` of rows whose `streams` [R] are known."""
+    uniform = mix(stream[:, None] + ids * GOLDEN).to(torch.float32).add_(0.5).mul_(2.0**-63).clamp_(max=BELOW_ONE)
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -41,9 +41,9 @@ from dscale.train.artifacts import (
 from dscale.train.dedup import Evaluation, exact_duplicates, near_duplicates, prompt_ids
 from dscale.train.generation import Conversations, EngineGenerator, GenerationConfig, Generator, join
 from dscale.train.lanes import LaneGenerator, refusal
-from dscale.train.packing import pack
+from dscale.train.packing import in_pieces, pack
 from dscale.train.prompts import HEADERS_AND_SUFFIXES, Script
-from dscale.train.rows import CORPUS, PARTS, take_rows, write_rows
+from dscale.train.rows import CORPUS, PARTS, write_rows
 from dscale.train.scripts import Draws, Frames, end_tokens, tokenise
 from dscale.train.sources import Source, SourceConfig, gather, user_texts
 from dscale.train.world import World
@@ -348,9 +348,8 @@ class Selection:
     ) -> dict[str, int]:
         """Pack one part into shards of SHARD_ROWS rows; what it holds."""
         rows = pack(talks, chosen, prompt, self.config.row, self.config.seed)
-        for number, first in enumerate(range(0, len(rows), SHARD_ROWS)):
-            self.report(f"writing {PARTS[at]}", first, len(rows))
-            some = take_rows(rows, np.arange(first, min(first + SHARD_ROWS, len(rows))))
+        for number, some in enumerate(in_pieces(rows, SHARD_ROWS)):
+            self.report(f"writing {PARTS[at]}", number * SHARD_ROWS, len(rows))
             stage.add(write_rows(stage.folder, f"{PARTS[at]}-{number:03d}.safetensors", some, PARTS[at]))
         self.report(f"writing {PARTS[at]}", len(rows), len(rows))
         counts = {"prompts": len(np.unique(prompt[chosen])), "conversations": len(chosen), "rows": len(rows)}

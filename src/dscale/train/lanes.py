@@ -26,7 +26,7 @@ from dscale.kernels.rotary import HeadShape, split_rotate
 from dscale.layers.attention import head_shape
 from dscale.layers.rotary import rotary_table
 from dscale.models.decoder import DecoderLayer, Target
-from dscale.speculation.noise import gumbel_noise
+from dscale.speculation.noise import stream_noise, streams
 from dscale.train.generation import Conversations, GenerationConfig, Progress, assemble
 from dscale.train.lane_attention import lane_attention
 from dscale.train.scripts import TokenScripts
@@ -83,19 +83,18 @@ def advance(lanes: Lanes, chosen: Tensor, ends: Tensor, config: GenerationConfig
     return [token, position, phase, tail_at, start]
 
 
-def choose(
-    logits: Tensor, seed: Tensor, position: Tensor, ids: Tensor, temperature: Tensor, log_min_p: float
-) -> Tensor:
+def choose(logits: Tensor, stream: Tensor, ids: Tensor, temperature: Tensor, log_min_p: float) -> Tensor:
     """Gumbel-max as speculation/sampling.py does it: logits [B, V] → tokens [B].
 
-    seed, position int64 [B] and ids [V] (0 … V - 1, given so that the noise is computed on tensors, never on symbols)
-    key the noise; temperature [B], 0 is greedy; tokens of less than exp(log_min_p) times the highest probability are
-    out. One pass over the logits: two 64-bit multiplications and two logarithms a token, nothing written.
+    stream int64 [B] (noise.streams of seed and position) and ids [V] (0 … V - 1) key the noise; temperature [B], 0 is
+    greedy; tokens of less than exp(log_min_p) times the highest probability are out. Compiled it is one kernel that
+    writes nothing [B, V] large: three 64-bit multiplications and two logarithms a token. streams and ids come from
+    outside because compiled C++ takes signed overflow of single numbers for impossible, and compilers fold symbols.
     """
     hot = (temperature > 0)[:, None]
     scaled = logits.float() / torch.where(hot, temperature[:, None], 1.0)
     floor = scaled.amax(-1, keepdim=True) + torch.where(hot, log_min_p, 0.0)
-    noise = torch.where(hot, gumbel_noise(seed, position, ids), 0.0)
+    noise = torch.where(hot, stream_noise(stream, ids), 0.0)
     return torch.where(scaled >= floor, scaled + noise, -torch.inf).argmax(-1)
 
 
@@ -217,7 +216,7 @@ class LaneGenerator:
         temperature = torch.where(in_turn, self.config.turn_temperature, lanes.temperature)
         seed = torch.where(in_turn, lanes.turn_seed, lanes.seed)
         log_min_p = math.log(self.config.min_p)
-        chosen = self.choose(logits, seed, lanes.position + 1, self.ids, temperature, log_min_p)
+        chosen = self.choose(logits, streams(seed, lanes.position + 1), self.ids, temperature, log_min_p)
         token, position, phase, tail_at, start = self.advance(lanes, chosen, self.ends, self.config)
         lanes.tokens[row, position] = token
         for held, new in ((lanes.position, position), (lanes.phase, phase), (lanes.tail_at, tail_at)):

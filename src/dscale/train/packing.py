@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from dscale.train.generation import Conversations
@@ -29,6 +31,16 @@ def pack(
         room[at] -= need
     filled += [row for row in open_rows if row]
     return _lay_out(talks, filled, prompt, length)
+
+
+def in_pieces(rows: PackedRows, size: int) -> Iterator[PackedRows]:
+    """Packed rows, `size` at a time, in order."""
+    starts = np.diff(rows.answer.view(np.int8), axis=1, prepend=0) == 1
+    bounds = np.concatenate([[0], np.cumsum(starts.sum(1))])
+    for first in range(0, len(rows), size):
+        some = slice(first, min(first + size, len(rows)))
+        held = slice(int(bounds[some.start]), int(bounds[some.stop]))
+        yield PackedRows(rows.ids[some], rows.first[some], rows.answer[some], rows.prompt[held], rows.greedy[held])
 
 
 def _lay_out(talks: Conversations, filled: list[list[int]], prompt: np.ndarray, length: int) -> PackedRows:
