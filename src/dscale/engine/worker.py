@@ -18,7 +18,7 @@ from dscale.kernels.top_logits import argmax
 from dscale.speculation.costs import StepCosts
 from dscale.speculation.decode_step import StepResult, decode_step, draft_block, prefill, verify
 from dscale.speculation.edits import LogitEdits
-from dscale.speculation.packing import pack
+from dscale.speculation.packing import pack_rows
 from dscale.speculation.policies import Off, Policy
 from dscale.speculation.state import DeviceState, Models
 from dscale.speculation.workspace import StepShape, Workspace
@@ -137,14 +137,14 @@ class Worker:
         return _typical(self._draft_pass(max(rows // width, 1), width), self._verify_pass(1))
 
     def _verify_pass(self, rows: int) -> Callable[[], None]:
-        shape = StepShape(width=1, head=0, rows=rows)
         work = self._scratch(rows)
-        context = self.state.length[work.lanes]
-        packed = pack(torch.ones_like(work.lanes), rows)
-        block = self.state.anchor[work.lanes][:, None]
+        state, lanes = self.state, work.lanes
+        context, nothing = state.length[lanes], torch.empty(rows, 0, dtype=torch.int64, device=self.device)
+        one_each = torch.ones_like(lanes)
+        packed, flat = pack_rows(one_each, rows, state.anchor[lanes], nothing, context, state.page_table, lanes)
 
         def run() -> None:
-            hidden, _, _ = verify(self.state, work, shape, self.models, packed, block, context)
+            hidden, _, _ = verify(state, work, self.models, packed, flat, context, width=1)
             argmax(self.models.target.logits(hidden))
 
         return run

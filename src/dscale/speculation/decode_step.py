@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dscale.kernels.attention import RaggedBatch
 from dscale.layers.attention import PagedAttention
-from dscale.speculation.acceptance import accept, clip_at_end
+from dscale.speculation.acceptance import accept_clipped
 from dscale.speculation.edits import apply_edits
-from dscale.speculation.packing import Packed, gather, pack
+from dscale.speculation.packing import Packed, PackedRows, pack_rows
 from dscale.speculation.policies import Draft, Policy
 from dscale.speculation.sampling import RowLogprobs, RowParams, draw, logprobs
 from dscale.speculation.state import DeviceState, Models
@@ -51,15 +51,16 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     draft = draft_block(state, work, shape, models, policy, context, anchor)  # drafts (N, W-1), §2 features' inputs
     shape = policy.resize(draft, shape, work.live)
     k = policy.lengths(draft, shape, work.live)  # q by the predictor, then the shared budget (§2)
-    packed = pack(k, shape.rows)  # flat rows, sentinels at the end (§2 Packing)
+    # Flat rows, sentinels at the end (§2 Packing).
+    packed, rows = pack_rows(k, shape.rows, anchor, draft.tokens, context, state.page_table, lanes)
 
-    block = torch.cat([anchor[:, None], draft.tokens], dim=1)
-    hidden, taps, batch = verify(state, work, shape, models, packed, block, context)
+    hidden, taps, batch = verify(state, work, models, packed, rows, context, draft.tokens.shape[1] + 1)
     logits = models.target.logits(hidden)
     y = choose(logits, state, work, packed, batch, draft)  # y ~ P at every row (§3)
 
-    outcome = accept(draft.tokens, k, y, packed.starts)
-    emitted, finished = clip_at_end(outcome.tokens, outcome.emitted, state.end_ids[lanes], state.remaining[lanes])
+    outcome, emitted, finished = accept_clipped(
+        draft.tokens, k, y, packed.starts, state.end_ids[lanes], state.remaining[lanes]
+    )
 
     write_draft_context(models, taps, batch)
     state.length[lanes] = context + emitted
@@ -112,26 +113,28 @@ def draft_block(
 def verify(
     state: DeviceState,
     work: Workspace,
-    shape: StepShape,
     models: Models,
     packed: Packed,
-    block: Tensor,
+    rows: PackedRows,
     context: Tensor,
+    width: int,
 ) -> tuple[Tensor, Tensor | None, RaggedBatch]:
-    """The target over the packed rows: (hidden [M, H], taps [M, T·H] or None, the batch). Sentinels use slot 0."""
-    positions = context[:, None] + torch.arange(block.shape[1], device=block.device)
+    """The target over the packed rows: (hidden [M, H], taps [M, T·H] or None, the batch). Sentinels use slot 0.
+
+    context [N] int64: committed tokens; width: the most rows a lane may have.
+    """
     batch = RaggedBatch(
-        positions=gather(packed, positions, 0),
-        slots=gather(packed, state.slots(work.lanes, positions), 0),
+        positions=rows.positions,
+        slots=rows.slots,
         page_table=state.page_table,
         lanes=work.lanes,
         starts=packed.starts,
         contexts=context,
-        max_rows=block.shape[1],
+        max_rows=width,
         max_context=work.max_context,
     )
     attend = PagedAttention(models.target.config.decoder, models.target_cache, models.target_table, batch)
-    hidden, taps = models.target(gather(packed, block, 0), attend, models.taps)
+    hidden, taps = models.target(rows.ids, attend, models.taps)
     return hidden, taps, batch
 
 
