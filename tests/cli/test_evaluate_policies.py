@@ -149,13 +149,14 @@ def test_full_disk(dscale, made, tmp_path) -> None:  # noqa: F811
         (("--budgets", "5,3"), ("budgets: [5, 3]", "ascending")),
         (("--part", "train"), ("part: 'train'", "holdout")),
         (("--preset", "big"), ("preset: 'big'", "tiny, full")),
-        (("--predictor", "no/such"), ("no/such/predictor.safetensors", "no such file")),
-        (("--costs", "no/such"), ("no/such", "no such file")),
-        (("--concurrency", "3"), ("no drafted steps of 3 requests were timed", "[2, 4]")),
+        (("--predictor", "no/such"), ("no/such", "o such file")),
+        (("--costs", "no/such"), ("no/such", "o such file")),
+        (("--concurrency", "3"), ("no plain steps of 3 requests were timed", "[2, 4]")),
     ],
 )
 def test_bad_options(dscale, made, tmp_path, more, parts) -> None:  # noqa: F811
     refused(dscale(*arguments(made, tmp_path / "out", *more)), *parts)
+    assert not (tmp_path / "out").exists()  # so the corrected command can use the folder
 
 
 def test_wrong_drafter_and_predictor(dscale, made, folders, tmp_path) -> None:  # noqa: F811

@@ -21,7 +21,9 @@ def policies(
     predictor: Annotated[str | None, typer.Option("-p", "--predictor", help="Its folder; without it no dvl.")] = None,
     costs: Annotated[Path | None, typer.Option(help="A cost table (costs.json); default: measured here.")] = None,
     target: Annotated[str | None, typer.Option(help="Target whose steps are timed; default the traces' own.")] = None,
-    drafter: Annotated[str, typer.Option("-d", "--drafter", help="Its drafter; auto takes the shipped one.")] = "auto",
+    drafter: Annotated[
+        str, typer.Option("-d", "--drafter", help="Its drafter; auto takes the one that comes with the target.")
+    ] = "auto",
     concurrency: Annotated[str | None, typer.Option(help="Requests side by side, such as 8,32.")] = None,
     budgets: Annotated[str | None, typer.Option(help="Slots a request, such as 4,6,8.")] = None,
     part: Annotated[str, typer.Option(help="auto, holdout (prompts the predictor did not see) or all.")] = "auto",

@@ -8,6 +8,7 @@ be added to it. On disk: JSON of schema COSTS.
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ class MeasuredCosts(StepCosts):
     def decide(self, live: int) -> float:
         """Seconds that an adaptive policy adds to a drafted step."""
         return max(one.decide for one in self._of(live, 2))
+
+    def require_lives(self, lives: tuple[int, ...]) -> None:
+        """InputError unless plain and drafted steps of all these numbers of requests were timed."""
+        for live in lives:
+            self._of(live, 1)
+            self._of(live, 2)
 
     def observe(self, live: int, shape: StepShape, seconds: float) -> None:
         return
@@ -167,9 +174,9 @@ def _typical_step(
     counters = llm.engine.counters
     seconds: list[float] = []
     while llm.engine.busy and len(seconds) < steps:
-        taken, spent = counters.request_steps, counters.decode_seconds
-        llm.engine.step()
+        taken, began = counters.request_steps, time.perf_counter()
+        llm.engine.step()  # it reads tokens from the device, so steady calls take as long as steady steps
         if counters.request_steps - taken == live:
-            seconds.append(counters.decode_seconds - spent)
+            seconds.append(time.perf_counter() - began)
     require(len(seconds) > config.warm, f"costs: {live} requests never decoded side by side; the cache is too small")
     return statistics.median(seconds[config.warm :])

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dscale.config import require, resolve_dtype
@@ -25,7 +26,6 @@ from dscale.evaluate.policy_lab import Arm, Lab, lane_steps, raw_windows
 from dscale.evaluate.policy_plots import plot_policies
 from dscale.evaluate.policy_record import checks, summarise, table
 from dscale.evaluate.survival_models import dspark_survival, predictor_survival, recorded
-from dscale.models.aliases import shipped_drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import load_target
 from dscale.speculation.predictor import Predictor
@@ -63,7 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class PoliciesConfig:
     """What to compare. predictor: its folder, None leaves dvl out. costs_file: a cost table; None measures one with
-    target (None: the traces' own) and drafter ("auto": the shipped one).
+    target (None: the traces' own) and drafter ("auto": the one that comes with the target).
 
     budgets: slots a request of shared policies, those wider than the block left out. part: holdout (the prompts that
     the predictor was not fitted to), all, or auto: holdout where the predictor says that these traces fitted it.
@@ -96,15 +96,18 @@ class PoliciesConfig:
 def run(config: PoliciesConfig, out: Path, report: Report = silent) -> dict[str, Any]:
     """Compare the policies, write OUT; returns the record with "already": True when it was complete before."""
     source = Stage.load(Path(config.traces), TRACES, complete=True)
+    predictor = Predictor.load(config.predictor, source.inputs.get("drafter_hash")) if config.predictor else None
+    _check_projections(predictor, source, config)
+    traces, about = chosen_records(config, predictor)
+    walks = {lanes: lane_steps(traces, lanes, config.seed) for lanes in config.concurrency}
+    if config.costs_file is not None:
+        read_costs(Path(config.costs_file))[0].require_lives(config.concurrency)
     stage = Stage.open(out, SCHEMA, _inputs(config))
     if stage.complete:
         for shard in stage.shards:
             check_shard(out, shard)
         return read_json(out / RECORD, SCHEMA) | {"already": True}
     began = time.perf_counter()
-    predictor = Predictor.load(config.predictor, source.inputs.get("drafter_hash")) if config.predictor else None
-    _check_projections(predictor, source, config)
-    traces, about = chosen_records(config, predictor)
     costs, priced = _costs(config, source, stage, report)
     record: dict[str, Any] = {
         "schema": SCHEMA,
@@ -114,8 +117,10 @@ def run(config: PoliciesConfig, out: Path, report: Report = silent) -> dict[str,
         "limits": list(LIMITS) + ([] if predictor else ["No predictor was given: dvl is left out."]),
         "concurrency": {},
     }
-    for lanes in config.concurrency:
-        record["concurrency"][str(lanes)] = _compare(config, traces, predictor, costs, priced, lanes, report)
+    for lanes, rows in walks.items():
+        lab = Lab(recorded(traces), rows, costs)
+        resizes = str(priced.get("device", "cpu")).startswith("cpu")
+        record["concurrency"][str(lanes)] = _compare(config, lab, traces, predictor, resizes, report)
     _write(stage, record)
     write_json(out / TIMING, {"seconds": round(time.perf_counter() - began, 2)})
     return record | {"already": False}
@@ -150,10 +155,10 @@ def chosen_records(config: PoliciesConfig, predictor: Predictor | None) -> tuple
     nothing of what other policies would have kept: they are left out, or refused where there are many."""
     traces = Traces.open(Path(config.traces))
     part, fitted = _part(config)
-    kept = split_by_prompt(traces.prompt, fitted)["holdout"] if part == "holdout" else range(len(traces))
-    chosen = traces.select(torch.as_tensor(list(kept)).numpy())
-    last = {int(r): int(p) for p, r in sorted(zip(chosen.position.tolist(), chosen.request.tolist(), strict=True))}
-    ends = torch.tensor([last[int(r)] == int(p) for r, p in zip(chosen.request, chosen.position, strict=True)]).numpy()
+    chosen = traces.select(split_by_prompt(traces.prompt, fitted)["holdout"]) if part == "holdout" else traces
+    last = np.full(int(chosen.request.max(initial=-1)) + 1, -1)
+    np.maximum.at(last, chosen.request, chosen.position)
+    ends = chosen.position == last[chosen.request]
     whole = chosen.exact | ends
     cut = int((~whole).sum())
     require(
@@ -165,8 +170,8 @@ def chosen_records(config: PoliciesConfig, predictor: Predictor | None) -> tuple
         "part": part,
         "used": int(whole.sum()),
         "cut": cut,
-        "requests": len(last),
-        "prompts": len(set(chosen.prompt.tolist())),
+        "requests": int((last >= 0).sum()),
+        "prompts": len(np.unique(chosen.prompt)),
         "width": traces.width,
         "workloads": list(traces.workloads),
     }
@@ -201,8 +206,8 @@ def _measured(config: PoliciesConfig, source: Stage, report: Report) -> dict[str
     device = resolve_device(config.device)
     dtype = default_dtype(device) if config.dtype == "auto" else resolve_dtype(config.dtype)
     loaded = load_target(str(name), dtype, device)
-    path = shipped_drafter(loaded.alias) if config.drafter == "auto" else config.drafter
-    require(path is not None, f"drafter: none ships for {name}; give --drafter, or a cost table with --costs")
+    path = loaded.own_drafter if config.drafter == "auto" else config.drafter
+    require(path is not None, f"drafter: none comes with {name}; give --drafter, or a cost table with --costs")
     assert path is not None
     bound, found = source.inputs.get("drafter_hash"), drafter_hash(str(path))
     require(found == bound, f"drafter {path}: has hash {found}, but {config.traces} was recorded with {bound}")
@@ -222,14 +227,11 @@ def _measured(config: PoliciesConfig, source: Stage, report: Report) -> dict[str
 
 
 def _compare(
-    config: PoliciesConfig, traces: Traces, predictor: Predictor | None, costs: MeasuredCosts, priced: dict[str, Any],
-    lanes: int, report: Report,
-) -> dict[str, Any]:  # fmt: skip
-    """All arms at one concurrency, summed up."""
-    rows = lane_steps(traces, lanes, config.seed)
-    lab = Lab(recorded(traces), rows, costs)
+    config: PoliciesConfig, lab: Lab, traces: Traces, predictor: Predictor | None, resizes: bool, report: Report
+) -> dict[str, Any]:
+    """All arms at one concurrency, summed up. resizes: as of speculation.auto, true where no graphs are captured."""
+    lanes, rows = lab.lanes, lab.rows
     budgets = tuple(budget for budget in config.budgets if budget <= traces.width)
-    resizes = str(priced.get("device", "cpu")).startswith("cpu")
     what = f"policies at {lanes}"
     arms: list[Arm] = lab.fixed()
     report(what, 1, 6)
