@@ -58,6 +58,8 @@ def variants(config: FitConfig, stored: tuple[str, ...]) -> list[Variant]:
         Variant("ensemble", replace(base, members=ENSEMBLE)),
         Variant("path", base, path_features),
         Variant("history", base, history_features),
+        Variant("hazard ensemble", replace(hazard, members=ENSEMBLE)),
+        Variant("hazard path", hazard, path_features),
         Variant("hazard path history", hazard, _path_and_history),
     ]
 
