@@ -43,10 +43,14 @@ def random_bits(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
 
 def gumbel_noise(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise, float32 [R, V] or [R, K]; arguments as in `random_bits`."""
-    return stream_noise(streams(seed, position), ids)
+    return _gumbel(random_bits(seed, position, ids))
 
 
 def stream_noise(stream: Tensor, ids: Tensor) -> Tensor:
     """`gumbel_noise` of rows whose `streams` [R] are known."""
-    uniform = mix(stream[:, None] + ids * GOLDEN).to(torch.float32).add_(0.5).mul_(2.0**-63).clamp_(max=BELOW_ONE)
+    return _gumbel(mix(stream[:, None] + ids * GOLDEN))
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-63).clamp_(max=BELOW_ONE)
     return uniform.neg_().log1p_().neg_().log_().neg_()
