@@ -101,3 +101,24 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
 def test_feature_groups_keep_one_order() -> None:
     config = PredictorConfig(width=4, drafter_hash="x", features=("context", "confidence"))
     assert config.features == ("confidence", "context")
+
+
+def test_hazard_head_is_the_cumulative_product_and_is_kept_on_disk(tmp_path: Path) -> None:
+    z = torch.tensor([[2.0, -1.0, 0.5]])
+    s = torch.sigmoid(z)[0]
+    torch.testing.assert_close(survival(z, "hazard")[0], torch.stack([torch.ones(()), *s.cumprod(0)]))
+    predictor = make(head="hazard")
+    predictor.save(tmp_path)
+    again = Predictor.load(tmp_path, "abc")
+    features = torch.randn(3, again.config.feature_size)
+    assert torch.equal(again.survival(features), survival(predictor(features), "hazard"))
+    with pytest.raises(InputError, match="survival, hazard"):
+        make(head="tail")
+
+
+def test_a_folder_from_before_there_were_heads_is_read(tmp_path: Path) -> None:
+    make().save(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    del record["head"]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert Predictor.load(tmp_path, "abc").config.head == "survival"
