@@ -118,7 +118,8 @@ class BlockForward:
         rows, count, queries = inputs.shape
         length = self.config.length
         at = torch.arange(length, device=inputs.device)
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type == "cuda"):
+        half = inputs.device.type == "cuda" and self.target.embedding.dtype == torch.bfloat16
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=half):
             if tiles is None:
                 mask: Mask = dense_block_mask(anchors, length, queries)
             else:
