@@ -8,7 +8,8 @@ import pytest
 
 from dscale.config import InputError
 from dscale.train.artifacts import silent
-from dscale.train.corpus import REASONS, CorpusConfig, Selection, bare_text, places
+from dscale.train.corpus import REASONS, Selection, bare_text, places
+from dscale.train.corpus_config import CorpusConfig
 from dscale.train.dedup import Evaluation, Turns, prompt_ids
 from dscale.train.generation import Conversations, join
 from dscale.train.packing import in_pieces, pack

@@ -16,7 +16,7 @@ from dscale.cli import options as o
 from dscale.config import require
 
 if TYPE_CHECKING:
-    from dscale.train.corpus import CorpusConfig
+    from dscale.train.corpus_config import CorpusConfig
 
 
 def corpus(
@@ -88,7 +88,7 @@ def corpus(
 
 def configure(preset: str, given: dict[str, Any]) -> CorpusConfig:
     """The preset with what was given over it; any source given replaces the preset's."""
-    from dscale.train.corpus import PRESETS, CorpusConfig
+    from dscale.train.corpus_config import PRESETS, CorpusConfig
     from dscale.train.sources import SourceConfig
 
     require(preset in PRESETS, f"--preset: {preset!r}; allowed are {', '.join(PRESETS)}")

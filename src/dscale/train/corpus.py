@@ -16,7 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,103 +38,27 @@ from dscale.train.artifacts import (
     write_json,
     write_shard,
 )
+from dscale.train.corpus_config import CorpusConfig
 from dscale.train.dedup import Evaluation, exact_duplicates, near_duplicates, prompt_ids
-from dscale.train.generation import Conversations, EngineGenerator, GenerationConfig, Generator, join
+from dscale.train.generation import Conversations, EngineGenerator, Generator, join
 from dscale.train.lanes import LaneGenerator, refusal
 from dscale.train.packing import in_pieces, pack
 from dscale.train.prompts import HEADERS_AND_SUFFIXES, Script
 from dscale.train.rows import CORPUS, PARTS, write_rows
-from dscale.train.scripts import Draws, Frames, end_tokens, tokenise
-from dscale.train.sources import Source, SourceConfig, gather, user_texts
+from dscale.train.scripts import Frames, end_tokens, tokenise
+from dscale.train.sources import Source, gather, user_texts
 from dscale.train.world import World
 
 RAW = "raw"  # folder of finished parts, gone when the corpus is
 OVERLAP = 13  # tokens in a row that an evaluation prompt and a training prompt may not share
 SHARD_ROWS = 8192  # packed rows of one file
 REASONS = ("long", "short", "unfinished", "evaluation prompt", "exact duplicate", "near duplicate")
-GENERATORS = ("auto", "engine", "lanes")
-
-
-@dataclass(frozen=True)
-class CorpusConfig:
-    """What a corpus is made of and how. Lengths in tokens, shares in [0, 1].
-
-    answers: per prompt, at most one of them greedy. greedy: share of answers at temperature 0, the others at
-    `temperature`. longest_prompt: template, context and user turn. keep_unfinished: answers cut at answer_cap stay.
-    near: Jaccard index at which a prompt repeats another; 1 keeps all but equal ones. part: scripts of one raw file.
-    """
-
-    sources: SourceConfig = field(default_factory=SourceConfig)
-    exclude: tuple[str, ...] = ()  # prompt files that must not be trained on
-    thinking: bool = False
-    answers: int = 1
-    greedy: float = 0.75
-    temperature: float = 0.7
-    turn_temperature: float = 1.0
-    min_p: float = 0.02
-    turn_cap: int = 160
-    answer_cap: int = 384
-    shortest_turn: int = 4
-    longest_prompt: int = 288
-    shortest_answer: int = 8
-    keep_unfinished: bool = True
-    near: float = 0.8
-    validation: float = 0.02
-    holdout: float = 0.02
-    row: int = 1024
-    seed: int = 0
-    generator: str = "auto"
-    drafter: str | None = None
-    policy: str = "full"
-    lanes: int = 4096
-    requests: int = 32
-    part: int = 256
-    dtype: str = "auto"
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("greedy", "validation", "holdout"):
-            require(0 <= getattr(self, name) <= 1, f"corpus.{name}: {getattr(self, name)} must lie in [0, 1]")
-        require(self.validation + self.holdout < 1, "corpus.validation, corpus.holdout: they leave nothing to train on")
-        require(0 < self.near <= 1, f"corpus.near: {self.near} must lie in (0, 1]")
-        require(self.temperature > 0, f"corpus.temperature: {self.temperature} must be positive; see corpus.greedy")
-        require(self.row > 0 and self.row % 128 == 0, f"corpus.row: {self.row} must be a multiple of 128")
-        for name in ("answers", "part", "shortest_turn", "shortest_answer", "longest_prompt", "answer_cap"):
-            require(getattr(self, name) > 0, f"corpus.{name}: {getattr(self, name)} must be positive")
-        longest = self.longest_prompt + self.answer_cap
-        require(longest <= self.row, f"corpus.row: {self.row} is under longest_prompt + answer_cap = {longest}")
-        require(
-            self.generator in GENERATORS, f"corpus.generator: {self.generator!r}; allowed are {', '.join(GENERATORS)}"
-        )
-        self.generation(1 << 20)
-
-    def generation(self, limit: int) -> GenerationConfig:
-        """The generators' part, for a target with a context of `limit` tokens."""
-        return GenerationConfig(
-            max_length=min(self.longest_prompt + self.answer_cap, limit), turn_cap=self.turn_cap,
-            answer_cap=self.answer_cap, turn_temperature=self.turn_temperature, min_p=self.min_p, lanes=self.lanes,
-            requests=self.requests, policy=self.policy,
-        )  # fmt: skip
-
-    @property
-    def draws(self) -> Draws:
-        """Seeds and temperatures."""
-        return Draws(self.seed, self.answers, self.greedy, self.temperature)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "conversations": 24, "turn_cap": 16, "answer_cap": 24, "longest_prompt": 200, "row": 256, "shortest_turn": 2,
-        "shortest_answer": 2, "validation": 0.2, "holdout": 0.25, "part": 12,
-    },
-    "full": {"conversations": 250_000, "part": 32_768, "lanes": 4096, "requests": 256},
-}  # fmt: skip
 
 
 def build_corpus(target: str, out: Path, config: CorpusConfig, report: Report = silent) -> dict[str, Any]:
     """Make the corpus, or go on with it; returns its summary. InputError in one line for whatever cannot be used."""
     world = World("cpu" if resolve_device(config.device) == "cpu" else config.device)
-    device = str(world.device)
+    config, device = config.sized(world.cuda), str(world.device)
     dtype = resolve_dtype(("bfloat16" if world.cuda else "float32") if config.dtype == "auto" else config.dtype)
     sources = gather(config.sources, config.seed)
     loaded = load_target(target, dtype, device)
@@ -225,9 +149,15 @@ class Making:
     kind: str
 
     @property
+    def size(self) -> int:
+        """Scripts of one part."""
+        assert self.config.part is not None  # CorpusConfig.sized
+        return self.config.part
+
+    @property
     def parts(self) -> int:
         """How many parts there are."""
-        return -(-len(self.scripts) // self.config.part)
+        return -(-len(self.scripts) // self.size)
 
     def run(self, folder: Path, world: World, report: Report) -> None:
         """Make this process's missing parts."""
@@ -254,7 +184,7 @@ class Making:
 
     def of(self, part: int) -> Sequence[Script]:
         """Scripts of a part."""
-        return self.scripts[part * self.config.part : (part + 1) * self.config.part]
+        return self.scripts[part * self.size : (part + 1) * self.size]
 
     def generator(self) -> Generator:
         """The generator in force."""
@@ -273,7 +203,7 @@ class Making:
         config = self.config
         longest = config.generation(self.loaded.config.decoder.max_position).max_length - config.answer_cap
         require(longest > 0, f"corpus.answer_cap: {config.answer_cap} leaves no room for prompts in the context")
-        made = tokenise(scripts, part * config.part, self.frames, config.draws, longest, config.turn_cap)
+        made = tokenise(scripts, part * self.size, self.frames, config.draws, longest, config.turn_cap)
         arrays = generator.answer(made, progress).arrays() if len(made) else {}
         shard = write_shard(folder, f"{part:05d}.safetensors", arrays, RAW, {"conversations": len(made)})
         write_json(folder / f"{part:05d}.json", asdict(shard))
