@@ -210,6 +210,22 @@ def test_a_full_disk_is_one_line_and_loses_nothing(dscale, folders, prompts, who
     assert hashes(out) == hashes(whole)
 
 
+def test_the_tiny_preset_on_a_real_target(dscale, smollm2_folder, tmp_path):  # noqa: F811
+    code, printed, _ = dscale(
+        "corpus", "smollm2-135m", tmp_path / "corpus", "--preset", "tiny", "--device", "cpu", "--json"
+    )
+    assert code == 0
+    summary = json.loads(printed)
+    kept = sum(one["kept"] for one in summary["sources"].values())
+    assert 20 <= kept <= 24
+    assert sum(part["conversations"] for part in summary["parts"].values()) == kept
+    assert all(part["rows"] > 0 for part in summary["parts"].values())
+    assert 0.5 < summary["greedy"] < 0.95
+    inputs = json.loads((tmp_path / "corpus" / "manifest.json").read_text())["inputs"]
+    assert (inputs["target"], inputs["generator"], inputs["dtype"]) == ("smollm2-135m", "engine", "float32")
+
+
+@pytest.mark.filterwarnings("ignore:only .* tokens a step")  # a random drafter guesses nothing
 def test_a_drafter_changes_no_byte_of_the_rows(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
     out = tmp_path / "corpus"
     assert dscale(*command(folders, out, prompts, "--drafter", folders["drafter"])[3:])[0] == 0
