@@ -3,12 +3,12 @@
 Every filter keeps a beginning of the order (logit downwards, id upwards), so a row's filters come down to a cut: the
 lowest logit that is kept, and the last id kept among the tokens of just that logit. `_cut_rows`, one program a row,
 finds it by bisection: of all levels with count(x ≥ level) ≥ top_k, or mass(x ≥ level) ≥ top_p · total, the highest.
-A logit's level is its order as an integer (for 16-bit logits, of 16 bits). Steps halve the interval of logits first,
-of levels once that no longer moves; as soon as few tokens remain above the lower bound they are copied aside and the
+A logit's level is its order as an integer (for 16-bit logits, of 16 bits). Steps halve the interval of logits
+or, now and then, of levels; as soon as few tokens remain above the lower bound they are copied aside and the
 rest of the search reads only those. Greedy and unfiltered rows leave at once.
 
 `_noise_tiles` then scores the kept tokens of each tile, skipping tiles that keep none; `_best_of_rows` picks the
-highest, or the argmax for greedy rows. Mass is summed in float64 in a fixed order: a row's token depends on it alone.
+highest, or the argmax for greedy rows. Mass is summed in a fixed order: a row's token depends on that row alone.
 At the edge top_p keeps the shortest beginning whose mass *reaches* top_p · total: r tokens of the lowest kept logit, r
 the least with mass(x > level) + r · weight(level) ≥ top_p · total, by ascending id.
 """
@@ -35,11 +35,12 @@ from dscale.kernels.triton.top_logits import (
 from dscale.speculation import noise
 
 LISTED = 2048  # tokens that are copied aside
-CUT_TILE = 4096
+CUT_TILE = 8192
 NOISE_TILE = 4096
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a logit's float32 that are zero
-TINY = tl.constexpr(1e-38)  # relative weight below which no noise can make a token win
-ALL = tl.constexpr(-(1 << 31))  # the level that keeps everything
+TINY = tl.constexpr(1.2e-38)  # relative weight below which no noise can make a token win; not subnormal in float32
+LOG2_E = tl.constexpr(1.4426950408889634)
+GUESS = tl.constexpr(12.0)  # the first bound tried lies e¹² below the likeliest token
 MASK = tl.constexpr(noise.MASK)
 GOLDEN = tl.constexpr(noise.GOLDEN)
 SHIFT_1, FACTOR_1 = tl.constexpr(noise.ROUNDS[0][0]), tl.constexpr(noise.ROUNDS[0][1])
@@ -71,12 +72,6 @@ def gumbel(seed, position, ids):
 
 
 @triton.jit
-def _floor(share):
-    """min_p as a relative weight, never 0; a plain 1e-38 would be float64, being below float32's normal numbers."""
-    return tl.maximum(share, tl.full([], TINY, tl.float32))
-
-
-@triton.jit
 def _level_of(x, UNUSED: tl.constexpr):
     return ordered(x) >> UNUSED
 
@@ -89,25 +84,33 @@ def _logit_of(level, UNUSED: tl.constexpr):
 
 
 @triton.jit
-def _measure(values, size, level, temperature, highest, floor, TILE: tl.constexpr, UNUSED: tl.constexpr):
-    """Of `size` logits: how many of level ≥ `level` weigh at least floor, and their weight."""
-    count = tl.zeros([TILE], tl.int32)
-    mass = tl.zeros([TILE], tl.float64)
-    for first in range(0, size, TILE):
-        at = first + tl.arange(0, TILE)
-        x = tl.load(values + at, mask=at < size, other=float("-inf")).to(tl.float32)
-        weight = tl.exp(tl.div_rn(x, temperature) - highest)
-        taken = (_level_of(x, UNUSED) >= level) & (weight >= floor)
-        count += taken.to(tl.int32)
-        mass += tl.where(taken, weight, 0.0).to(tl.float64)
-    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+def _weight(x, top, scale):
+    """Probability relative to the likeliest token, of logit `top`; scale = log2(e) / temperature."""
+    return tl.exp2((x - top) * scale)
 
 
 @triton.jit
-def _middle(low, high, turn, UNUSED: tl.constexpr):
-    """A level strictly between low and high: half-way between the logits or, every third turn, between the levels."""
+def _measure(values, size, level, top, scale, floor, TILE: tl.constexpr, UNUSED: tl.constexpr):
+    """Of `size` logits: how many of level ≥ `level` weigh at least floor, and their weight."""
+    bound = _logit_of(level, UNUSED)
+    count = tl.zeros([TILE], tl.int32)
+    mass = tl.zeros([TILE], tl.float32)
+    for first in range(0, size, TILE):
+        at = first + tl.arange(0, TILE)
+        x = tl.load(values + at, mask=at < size, other=float("-inf")).to(tl.float32)
+        weight = _weight(x, top, scale)
+        taken = (x >= bound) & (weight >= floor)
+        count += taken.to(tl.int32)
+        mass += tl.where(taken, weight, 0.0)
+    return tl.sum(count, axis=0), tl.sum(mass.to(tl.float64), axis=0)
+
+
+@triton.jit
+def _middle(low, high, turn, top, scale, UNUSED: tl.constexpr):
+    """A level strictly between low and high: a guess, then half-way between logits, every third turn between levels."""
     half = 0.5 * _logit_of(low, UNUSED) + 0.5 * _logit_of(high, UNUSED)
-    by_logit = _level_of(half, UNUSED)
+    guess = top - GUESS * LOG2_E / scale
+    by_logit = _level_of(tl.where(turn == 0, guess, half), UNUSED)
     by_level = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
     # Levels bound the number of turns whatever the logits are; logits get there sooner as a rule.
     good = (by_logit > low) & (by_logit < high) & (turn % 3 < 2)
@@ -115,33 +118,34 @@ def _middle(low, high, turn, UNUSED: tl.constexpr):
 
 
 @triton.jit
-def _list(values, size, level, listed, temperature, highest, floor, TILE: tl.constexpr, UNUSED: tl.constexpr):
+def _list(values, size, level, listed, top, scale, floor, TILE: tl.constexpr, UNUSED: tl.constexpr):
     """Copy the logits that `_measure` counts to `listed`, in order, and return their number, known to be small."""
+    bound = _logit_of(level, UNUSED)
     written = tl.zeros([], tl.int32)
     for first in range(0, size, TILE):
         at = first + tl.arange(0, TILE)
         raw = tl.load(values + at, mask=at < size, other=float("-inf"))
         x = raw.to(tl.float32)
-        weight = tl.exp(tl.div_rn(x, temperature) - highest)
-        taken = (_level_of(x, UNUSED) >= level) & (weight >= floor)
-        some = taken.to(tl.int32)
-        tl.store(listed + written + tl.cumsum(some, axis=0) - some, raw, mask=taken)
-        written += tl.sum(some, axis=0)
+        some = ((x >= bound) & (_weight(x, top, scale) >= floor)).to(tl.int32)
+        found = tl.sum(some, axis=0)
+        if found > 0:
+            tl.store(listed + written + tl.cumsum(some, axis=0) - some, raw, mask=some == 1)
+        written += found
     tl.debug_barrier()  # the whole block reads what it wrote
     return written
 
 
 @triton.jit
 def _descend(
-    values, size, low, high, count_low, count_high, mass_high, want, temperature, highest, floor,
+    values, size, low, high, count_low, count_high, mass_high, want, top, scale, floor,
     STOP: tl.constexpr, BY_MASS: tl.constexpr, TILE: tl.constexpr, UNUSED: tl.constexpr,
 ):  # fmt: skip
     """Bisect between low (enough is kept) and high (too little) until they are neighbours or few tokens remain."""
     turn = tl.zeros([], tl.int32)
     while (low + 1 < high) & (count_low > STOP):
-        middle = _middle(low, high, turn, UNUSED)
+        middle = _middle(low, high, turn, top, scale, UNUSED)
         turn += 1
-        count, mass = _measure(values, size, middle, temperature, highest, floor, TILE, UNUSED)
+        count, mass = _measure(values, size, middle, top, scale, floor, TILE, UNUSED)
         enough = mass >= want if BY_MASS else count.to(tl.float64) >= want
         low = tl.where(enough, middle, low)
         count_low = tl.where(enough, count, count_low)
@@ -153,19 +157,19 @@ def _descend(
 
 @triton.jit
 def _search(
-    values, size, listed, low, high, count_low, want, temperature, highest, floor,
+    values, size, listed, low, high, count_low, want, top, scale, floor,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, UNUSED: tl.constexpr,
 ):  # fmt: skip
     """The highest level that keeps enough; tokens of that level and above; count and mass of those above it."""
     nothing, none = tl.zeros([], tl.int32), tl.zeros([], tl.float64)
     low, high, count_low, count_high, mass_high = _descend(
-        values, size, low, high, count_low, nothing, none, want, temperature, highest, floor,
+        values, size, low, high, count_low, nothing, none, want, top, scale, floor,
         LISTED, BY_MASS, TILE, UNUSED,
     )  # fmt: skip
     if low + 1 < high:
-        few = _list(values, size, low, listed, temperature, highest, floor, TILE, UNUSED)
+        few = _list(values, size, low, listed, top, scale, floor, TILE, UNUSED)
         low, high, count_low, count_high, mass_high = _descend(
-            listed, few, low, high, count_low, count_high, mass_high, want, temperature, highest, floor,
+            listed, few, low, high, count_low, count_high, mass_high, want, top, scale, floor,
             -1, BY_MASS, LISTED, UNUSED,
         )  # fmt: skip
         tl.debug_barrier()  # before anything is listed anew
@@ -175,12 +179,13 @@ def _search(
 @triton.jit
 def _nth_of_level(values, size, level, number, TILE: tl.constexpr, UNUSED: tl.constexpr):
     """Index of the number-th (from 1) of the logits of just this level."""
+    bound = _logit_of(level, UNUSED)
     seen = tl.zeros([], tl.int32)
     found = tl.full([], LAST, tl.int32)
     for first in range(0, size, TILE):
         at = first + tl.arange(0, TILE)
         x = tl.load(values + at, mask=at < size, other=float("-inf")).to(tl.float32)
-        same = ((at < size) & (_level_of(x, UNUSED) == level)).to(tl.int32)
+        same = ((at < size) & (x == bound)).to(tl.int32)
         is_it = (same == 1) & (seen + tl.cumsum(same, axis=0) == number)
         found = tl.minimum(found, tl.min(tl.where(is_it, at, LAST), axis=0))
         seen += tl.sum(same, axis=0)
@@ -195,7 +200,8 @@ def _cut_rows(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     first_k, nucleus = tl.load(top_k + row), tl.load(top_p + row)
-    level = tl.full([], ALL, tl.int32)
+    bottom = _level_of(tl.full([], float("-inf"), tl.float32), UNUSED)
+    level = bottom
     last = tl.full([], LAST, tl.int32)
     if (temperature > 0) & ((first_k > 0) | (nucleus < 1)):
         values = logits + row * stride
@@ -203,30 +209,30 @@ def _cut_rows(
         part = tl.arange(0, TILES)
         best = tl.max(tl.load(keys + row * tiles + part, mask=part < tiles, other=LOWEST), axis=0)
         top = value_of(best)
-        highest = tl.div_rn(top, temperature)
-        floor = _floor(tl.load(min_p + row))
+        scale = LOG2_E / temperature
+        floor = tl.maximum(tl.load(min_p + row), TINY)
         # Everything below this logit weighs less than the floor, with a margin for rounding.
-        lowest = (highest + tl.log(floor) - 1.0) * temperature
-        low = _level_of(tl.minimum(lowest, top), UNUSED) - 1
+        lowest = top + (tl.log(floor) - 1.0) * temperature
+        low = tl.maximum(_level_of(lowest, UNUSED) - 1, bottom)
         high = _level_of(top, UNUSED) + 1
-        count, total = _measure(values, vocab, low, temperature, highest, floor, TILE, UNUSED)
+        count, total = _measure(values, vocab, low, top, scale, floor, TILE, UNUSED)
         number = tl.full([], LAST, tl.int32)  # how many tokens of the level `level` are kept
         same = tl.zeros([], tl.int32)  # how many there are
         if (first_k > 0) & (first_k < count):
             want = first_k.to(tl.float64)
             level, count, above, mass = _search(
-                values, vocab, listed, low, high, count, want, temperature, highest, floor, False, TILE, LISTED, UNUSED
+                values, vocab, listed, low, high, count, want, top, scale, floor, False, TILE, LISTED, UNUSED
             )
             number, same = first_k.to(tl.int32) - above, count - above
-            weight = tl.exp(tl.div_rn(_logit_of(level, UNUSED), temperature) - highest)
+            weight = _weight(_logit_of(level, UNUSED), top, scale)
             total = mass + number.to(tl.float64) * weight.to(tl.float64)
             low = level
         if nucleus < 1:
             want = nucleus.to(tl.float64) * total
             found, count, above, mass = _search(
-                values, vocab, listed, low, high, count, want, temperature, highest, floor, True, TILE, LISTED, UNUSED
+                values, vocab, listed, low, high, count, want, top, scale, floor, True, TILE, LISTED, UNUSED
             )
-            weight = tl.exp(tl.div_rn(_logit_of(found, UNUSED), temperature) - highest)
+            weight = _weight(_logit_of(found, UNUSED), top, scale)
             needed = tl.ceil((want - mass) / weight.to(tl.float64))
             fitting = tl.maximum(tl.minimum(needed, (count - above).to(tl.float64)), 1.0).to(tl.int32)
             number = tl.where(found == level, tl.minimum(number, fitting), fitting)
@@ -254,10 +260,10 @@ def _noise_tiles(
         if (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (share > 0):
             part = tl.arange(0, TILES)
             first = tl.max(tl.load(keys + row * tiles + part, mask=part < tiles, other=LOWEST), axis=0)
-            weight = tl.exp(scaled - tl.div_rn(value_of(first), temperature))
-            level, own = tl.load(levels + row), _level_of(x, UNUSED)
-            kept &= (weight >= _floor(share)) & (own >= level)
-            kept &= (own > level) | (ids <= tl.load(last_ids + row))
+            weight = _weight(x, value_of(first), LOG2_E / temperature)
+            bound = _logit_of(tl.load(levels + row), UNUSED)
+            kept &= (weight >= tl.maximum(share, TINY)) & (x >= bound)
+            kept &= (x > bound) | (ids <= tl.load(last_ids + row))
         found = tl.full([], LOWEST, tl.int64)
         if tl.max(kept.to(tl.int32), axis=0) == 1:
             scores = scaled + gumbel(tl.load(seeds + row), tl.load(positions + row), ids)
