@@ -128,7 +128,7 @@ def test_acceptance_and_the_cut(lanes: int, width: int, ends: int) -> None:
 @triton.jit
 def _noise(seed, position, bits, noise, size: tl.constexpr):
     ids = tl.arange(0, size)
-    tl.store(noise + ids, fast_sample.gumbel(tl.load(seed), tl.load(position), ids))
+    tl.store(noise + ids, fast_sample.gumbel(fast_sample.uniform(tl.load(seed), tl.load(position), ids)))
     tl.store(bits + ids, fast_sample.mix(tl.load(seed) + ids))
 
 

@@ -3,12 +3,13 @@
 Every filter keeps a beginning of the order (logit downwards, id upwards), so a row's filters come down to a cut: the
 lowest logit that is kept, and the last id kept among the tokens of just that logit. `_cut_rows`, one program a row,
 finds it by bisection: of all levels with count(x ≥ level) ≥ top_k, or mass(x ≥ level) ≥ top_p · total, the highest.
-A logit's level is its order as an integer (for 16-bit logits, of 16 bits). Steps halve the interval of logits
-or, now and then, of levels; as soon as few tokens remain above the lower bound they are copied aside and the
-rest of the search reads only those. Greedy and unfiltered rows leave at once.
+A logit's level is its order as an integer (for 16-bit logits, of 16 bits). Steps halve the interval of logits or, now
+and then, of levels; as soon as few tokens remain above the lower bound they are copied aside and the rest of the
+search reads only those. Greedy and unfiltered rows leave at once.
 
-`_noise_tiles` then scores the kept tokens of each tile, skipping tiles that keep none; `_best_of_rows` picks the
-highest, or the argmax for greedy rows. Mass is summed in a fixed order: a row's token depends on that row alone.
+`_noise_tiles` then scores the kept tokens of each tile, skipping tiles that keep none or whose noise beats nothing;
+`_best_of_rows` picks the highest, or the argmax for greedy rows. Sums have a fixed order, so a row's token depends on
+that row alone. Weights are rounded otherwise than in torch: a token just at the edge of a filter may fall elsewhere.
 At the edge top_p keeps the shortest beginning whose mass *reaches* top_p · total: r tokens of the lowest kept logit, r
 the least with mass(x > level) + r · weight(level) ≥ top_p · total, by ascending id.
 """
@@ -40,6 +41,7 @@ NOISE_TILE = 4096
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a logit's float32 that are zero
 TINY = tl.constexpr(1.2e-38)  # relative weight below which no noise can make a token win; not subnormal in float32
 LOG2_E = tl.constexpr(1.4426950408889634)
+MARGIN = tl.constexpr(1.01)  # on the noise a token needs, for rounding
 GUESS = tl.constexpr(12.0)  # the first bound tried lies e¹² below the likeliest token
 MASK = tl.constexpr(noise.MASK)
 GOLDEN = tl.constexpr(noise.GOLDEN)
@@ -59,15 +61,20 @@ def mix(x):
 
 
 @triton.jit
-def gumbel(seed, position, ids):
-    """`noise.gumbel_noise` of one row: seed and position int64 scalars, ids integers [K] → float32 [K]."""
+def uniform(seed, position, ids):
+    """The uniform numbers behind `noise.gumbel_noise`: seed, position int64 scalars, ids integers → float32."""
     stream = mix(mix(seed) + position * GOLDEN)
     bits = mix(stream + ids.to(tl.int64) * GOLDEN)
-    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * UNIT, BELOW_ONE)
+    return tl.minimum((bits.to(tl.float32) + 0.5) * UNIT, BELOW_ONE)
+
+
+@triton.jit
+def gumbel(chance):
+    """-log(-log1p(-u)) of uniform numbers u."""
     # -log1p(-u), exact to rounding: what 1 - u loses is made good by the quotient.
-    rest = 1.0 - uniform
+    rest = 1.0 - chance
     lost = 1.0 - rest
-    waiting = tl.where(lost == 0.0, uniform, -tl.log(rest) * (uniform / tl.where(lost == 0.0, 1.0, lost)))
+    waiting = tl.where(lost == 0.0, chance, -tl.log(rest) * (chance / tl.where(lost == 0.0, 1.0, lost)))
     return -tl.log(waiting)
 
 
@@ -254,20 +261,25 @@ def _noise_tiles(
     if temperature > 0:
         ids = tile * TILE + tl.arange(0, TILE)
         x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-        scaled = tl.div_rn(x, temperature)
+        part = tl.arange(0, TILES)
+        first = tl.max(tl.load(keys + row * tiles + part, mask=part < tiles, other=LOWEST), axis=0)
+        top, scale = value_of(first), LOG2_E / temperature
         kept = ids < vocab
         share = tl.load(min_p + row)
         if (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (share > 0):
-            part = tl.arange(0, TILES)
-            first = tl.max(tl.load(keys + row * tiles + part, mask=part < tiles, other=LOWEST), axis=0)
-            weight = _weight(x, value_of(first), LOG2_E / temperature)
             bound = _logit_of(tl.load(levels + row), UNUSED)
-            kept &= (weight >= tl.maximum(share, TINY)) & (x >= bound)
+            kept &= (_weight(x, top, scale) >= tl.maximum(share, TINY)) & (x >= bound)
             kept &= (x > bound) | (ids <= tl.load(last_ids + row))
         found = tl.full([], LOWEST, tl.int64)
         if tl.max(kept.to(tl.int32), axis=0) == 1:
-            scores = scaled + gumbel(tl.load(seeds + row), tl.load(positions + row), ids)
-            found = tl.max(tl.where(kept, key_of(scores, ids), LOWEST), axis=0)
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            chance = uniform(seed, position, ids)
+            # Beating the likeliest token, which is always kept, takes u < -log1p(-u) < e^(x - top - its noise).
+            lead = gumbel(uniform(seed, position, id_of(first))) * LOG2_E
+            kept &= chance <= MARGIN * tl.exp2((x - top) * scale - lead)
+            if tl.max(kept.to(tl.int32), axis=0) == 1:
+                scores = tl.div_rn(x, temperature) + gumbel(chance)
+                found = tl.max(tl.where(kept, key_of(scores, ids), LOWEST), axis=0)
         tl.store(best + row * noisy + tile, found)
 
 
