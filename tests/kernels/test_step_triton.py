@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from dscale.kernels.top_logits import argmax, top_logits
 from dscale.speculation import acceptance, budget, packing
+from dscale.speculation.commit import commit
 from dscale.speculation.features import HIDDEN, LOGITS, FeatureProjections
 from dscale.speculation.noise import gumbel_noise, mix
 from dscale.speculation.predictor import Predictor, PredictorConfig
 from dscale.speculation.sampling import RowParams, draw_on_device
+from dscale.speculation.state import DeviceState
 from dscale.speculation.survival import predicted_survival
 
 pytest.importorskip("triton", reason="the triton package is not installed")
@@ -123,6 +126,51 @@ def test_acceptance_and_the_cut(lanes: int, width: int, ends: int) -> None:
     assert fast_finished.tolist() == finished.tolist()
     for fast, plain in zip(fast_accept.accept(*given[:4]), fast_outcome, strict=True):
         assert torch.equal(fast, plain)
+
+
+def test_the_state_moves_on() -> None:
+    """The commit of a step and the sampling parameters of its rows; lanes own rows of the state out of order."""
+    generator = torch.Generator().manual_seed(5)
+    lanes, width = 6, 5
+    state = DeviceState(max_requests=8, max_pages=1)
+    for column in (state.length, state.anchor, state.top_k, state.seed):
+        column.copy_(torch.randint(0, 99, (9,), generator=generator))
+    state.remaining.copy_(torch.randint(1, 20, (9,), generator=generator))
+    state.end_ids[:, 2] = 3
+    state.initial[:] = True
+    state.temperature.uniform_(generator=generator)
+    k, rows = ragged_slots(lanes, width, 2, generator)
+    k[3:] = k[3:].clamp(min=1)
+    rows = int(k.sum()) + 2
+    owners = torch.tensor([4, 0, 7, 2, 6, 8])
+    packed = packing.pack(k, rows)
+    drafts = torch.randint(0, 9, (lanes, width - 1), generator=generator)
+    y = torch.randint(0, 9, (rows,), generator=generator)
+    y[packed.valid] = torch.where(
+        torch.rand(int(packed.valid.sum()), generator=generator) < 0.7,
+        torch.cat([drafts, drafts[:, :1]], dim=1)[packed.lane_of_row, packed.column_of_row][packed.valid],
+        y[packed.valid],
+    )
+    fast_state = deepcopy(state)
+    for name, value in vars(fast_state).items():
+        if isinstance(value, Tensor):
+            setattr(fast_state, name, value.to(DEVICE))
+
+    params = state.row_params(owners, packed.lane_of_row, packed.column_of_row)
+    outcome, emitted, finished = commit(state, owners, state.length[owners], drafts, k, y, packed.starts)
+    given = [one.to(DEVICE) for one in (drafts, k, y, packed.starts, owners, packed.lane_of_row, packed.column_of_row)]
+    columns = (fast_state.temperature, fast_state.top_k, fast_state.top_p, fast_state.min_p, fast_state.seed)
+    fast_params = fast_sample.row_params(*given[4:], *columns)
+    moved = (given[4], fast_state.length[given[4]], fast_state.length, fast_state.anchor, fast_state.initial)
+    fast = fast_accept.commit(*given[:4], fast_state.end_ids, fast_state.remaining, moved)
+
+    plain = (*vars(outcome).values(), emitted, finished, *vars(params).values())
+    for one, other in zip((*fast[0], *fast[1:], *fast_params), plain, strict=True):
+        assert one.tolist() == other.tolist()
+    assert 0 < int(finished.sum()) < lanes
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            assert getattr(fast_state, name).tolist() == value.tolist(), name
 
 
 @triton.jit

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from dscale.kernels.attention import RaggedBatch
+from dscale.kernels.top_logits import argmax
 from dscale.layers.attention import PagedAttention
-from dscale.speculation.acceptance import accept_clipped
+from dscale.speculation.commit import commit
 from dscale.speculation.edits import apply_edits
 from dscale.speculation.packing import Packed, PackedRows, pack_rows
 from dscale.speculation.policies import Draft, Policy
-from dscale.speculation.sampling import RowLogprobs, RowParams, draw, logprobs
+from dscale.speculation.sampling import RowLogprobs, draw, logprobs
 from dscale.speculation.state import DeviceState, Models
 from dscale.speculation.workspace import StepShape, Workspace
 
@@ -58,15 +59,8 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     logits = models.target.logits(hidden)
     y = choose(logits, state, work, packed, batch, draft)  # y ~ P at every row (§3)
 
-    outcome, emitted, finished = accept_clipped(
-        draft.tokens, k, y, packed.starts, state.end_ids[lanes], state.remaining[lanes]
-    )
-
     write_draft_context(models, taps, batch)
-    state.length[lanes] = context + emitted
-    state.anchor[lanes] = outcome.next_anchor
-    state.remaining[lanes] -= emitted
-    state.initial[lanes] = False
+    outcome, emitted, finished = commit(state, lanes, context, draft.tokens, k, y, packed.starts)
     scores = logprobs(logits, y, work.logprobs) if work.logprobs is not None else None
     return StepResult(
         outcome.tokens, emitted, torch.minimum(outcome.count, emitted), k, finished, packed.starts, draft, shape, scores
@@ -149,16 +143,9 @@ def choose(
             first, end = bounds[lane], bounds[lane + 1]
             edits = state.edits[int(work.lanes[lane])]
             logits[first:end] = apply_edits(logits[first:end], edits, draft.tokens[lane, : end - first - 1])
-    lanes = work.lanes[packed.lane_of_row]
-    params = RowParams(
-        state.temperature[lanes],
-        state.top_k[lanes],
-        state.top_p[lanes],
-        state.min_p[lanes],
-        state.seed[lanes],
-        batch.positions + 1,
-    )
-    return draw(logits, params, work.all_greedy)
+    if work.all_greedy:
+        return argmax(logits)
+    return draw(logits, state.row_params(work.lanes, packed.lane_of_row, batch.positions), all_greedy=False)
 
 
 def write_draft_context(models: Models, taps: Tensor | None, batch: RaggedBatch) -> None:

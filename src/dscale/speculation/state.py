@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from dscale.config import PAGE_SIZE, DecoderConfig, SamplingParams
+from dscale.kernels import triton
 from dscale.layers.rotary import rotary_table
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.speculation.edits import LogitEdits
+from dscale.speculation.sampling import RowParams
 
 MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
 
@@ -101,6 +103,16 @@ class DeviceState:
     def set_anchor(self, row: int, length: int, anchor: int, remaining: int, initial: bool) -> None:
         """Committed length, the token that follows it, how many output tokens are left, and whether none was made."""
         self.length[row], self.anchor[row], self.remaining[row], self.initial[row] = length, anchor, remaining, initial
+
+    def row_params(self, lanes: Tensor, lane_of_row: Tensor, positions: Tensor) -> RowParams:
+        """How the rows [M] of a step are sampled: lane_of_row [M] int64, and their own positions [M] int64."""
+        temperature, top_k, top_p, min_p, seed = self.temperature, self.top_k, self.top_p, self.min_p, self.seed
+        if triton.usable(lanes):
+            from dscale.kernels.triton import sample
+
+            return RowParams(*sample.row_params(lanes, lane_of_row, positions, temperature, top_k, top_p, min_p, seed))
+        row = lanes[lane_of_row]
+        return RowParams(temperature[row], top_k[row], top_p[row], min_p[row], seed[row], positions + 1)
 
     def slots(self, lanes: Tensor, positions: Tensor) -> Tensor:
         """Cache slots of positions [N, K] of lanes [N]."""

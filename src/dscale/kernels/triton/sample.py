@@ -297,6 +297,45 @@ def _best_of_rows(keys, best, temperatures, out, vocab, tiles, noisy, TILES: tl.
     tl.store(out + row, tl.minimum(id_of(chosen), vocab - 1).to(tl.int64))
 
 
+@triton.jit
+def _row_params(
+    lanes, lane_of_row, positions, temperature, top_k, top_p, min_p, seed,
+    temperature_out, top_k_out, top_p_out, min_p_out, seed_out, position_out, rows, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    lane = tl.load(lane_of_row + row, mask=inside, other=0)
+    owner = tl.load(lanes + lane, mask=inside, other=0)
+    tl.store(temperature_out + row, tl.load(temperature + owner, mask=inside, other=0.0), mask=inside)
+    tl.store(top_k_out + row, tl.load(top_k + owner, mask=inside, other=0), mask=inside)
+    tl.store(top_p_out + row, tl.load(top_p + owner, mask=inside, other=0.0), mask=inside)
+    tl.store(min_p_out + row, tl.load(min_p + owner, mask=inside, other=0.0), mask=inside)
+    tl.store(seed_out + row, tl.load(seed + owner, mask=inside, other=0), mask=inside)
+    tl.store(position_out + row, tl.load(positions + row, mask=inside, other=0) + 1, mask=inside)
+
+
+def row_params(
+    lanes: Tensor,
+    lane_of_row: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of RowParams for rows [M], from columns of the state: see DeviceState.row_params."""
+    rows = lane_of_row.shape[0]
+    floats = torch.empty(3, rows, dtype=torch.float32, device=lanes.device).unbind()
+    integers = torch.empty(3, rows, dtype=torch.int64, device=lanes.device).unbind()
+    out = (floats[0], integers[0], floats[1], floats[2], integers[1], integers[2])
+    if rows > 0:
+        _row_params[(triton.cdiv(rows, 128),)](
+            lanes, lane_of_row, positions, temperature, top_k, top_p, min_p, seed, *out, rows, BLOCK=128, num_warps=4
+        )
+    return out
+
+
 def cuts(
     logits: Tensor, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
