@@ -1,0 +1,44 @@
+"""The whole engine on the Triton kernels, interpreted on a CPU: the same tokens as on plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dscale.config import SamplingParams
+from dscale.engine.llm import LLM
+from dscale.kernels import native
+from dscale.kernels import triton as kernels
+from dscale.models.drafter_checkpoint import drafter_hash
+from dscale.speculation.predictor import Predictor, PredictorConfig
+from tests.engine.pairs import tiny_drafter, tiny_target
+
+pytest.importorskip("triton", reason="the triton package is not installed")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the engine's own tests run the kernels")
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=4),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=4),
+}
+
+
+def answers(policy: str, params: SamplingParams) -> list[list[int]]:
+    target = tiny_target("qwen3", vocab=40)
+    drafter = tiny_drafter(target, block=4)
+    torch.manual_seed(3)
+    predictor = Predictor(PredictorConfig(4, drafter_hash(drafter))).eval().requires_grad_(False)
+    llm = LLM(
+        target, drafter=drafter, predictor=predictor, policy=policy, dtype="float32", device="cpu", slots=2.5,
+        num_pages=64, max_requests=4,
+    )  # fmt: skip
+    prompts = [[3, 1, 4, 1, 5, 9], [2, 6] * 12]
+    return [one.outputs[0].token_ids for one in llm.generate(prompt_token_ids=prompts, sampling_params=params)]
+
+
+@pytest.mark.parametrize(("policy", "kind"), [("dvl", "seeded"), ("dvl:seeded", "greedy")])
+def test_same_tokens(policy: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "usable", lambda x: False)
+    plain = answers(policy, PARAMS[kind])
+    monkeypatch.setattr(kernels, "usable", lambda x: not torch.is_grad_enabled())
+    assert answers(policy, PARAMS[kind]) == plain
+    assert [len(one) for one in plain] == [4, 4]
