@@ -19,6 +19,9 @@ from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import random_drafter
 from dscale.models.loader import LoadedTarget, load_target, random_target
 
+if not torch.cuda.is_available():  # Triton kernels then run in its interpreter, asked for before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 TINY_VOCABULARY = 64
 SMOLLM2_PROMPTS = (
     "What is the capital of France, and what is it known for?",
