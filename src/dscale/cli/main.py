@@ -16,6 +16,7 @@ from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
 from dscale.cli.trace import trace
 from dscale.cli.train import app as train
+from dscale.cli.tune import tune
 from dscale.config import InputError
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command()(inspect)
 app.command()(corpus)
 app.command()(fit)
 app.command()(trace)
+app.command()(tune)
 app.add_typer(evaluate)
 app.add_typer(train)
 app.add_typer(check)

@@ -93,7 +93,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "steps": 10, "rows": 2, "anchors": 8, "width": 8, "layers": 2, "optimizer": "adamw", "rate": 1e-3,
         "evaluate_every": 10, "evaluate_rows": 2, "log_every": 5, "sync_every": 1, "chunks": 1,
     },
-    "full": {"epochs": 8.0, "rows": 16, "anchors": 192, "rate": 3e-3, "gamma": 5.0},
+    "full": {"epochs": 8.0, "rows": 16, "anchors": 192, "rate": 3e-3, "gamma": 5.0, "distil": 0.9},
 }  # fmt: skip
 
 
