@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FIXED_KEYS = 512  # deterministic: keys of a chunk
 FIXED_ROWS = 64  # deterministic: rows of a tile, whatever the path
+FEW_HEADS = 132  # of all lanes: about one for each multiprocessor
 DECODE_ROWS = 32  # path "auto": at most so many rows a lane are a decode step
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,8 +57,14 @@ def packed_heads(options: AttentionOptions, group: int, prefill: bool) -> int:
     return group if options.layout == "packed" or prefill else 1
 
 
-def choose_tile(options: AttentionOptions, rows: int, head_dim: int, q_dtype: torch.dtype, prefill: bool) -> Tile:
-    """The tile for lanes of at most `rows` rows (token · packed head). Deterministic: the same for all rows."""
+def choose_tile(
+    options: AttentionOptions, rows: int, head_dim: int, q_dtype: torch.dtype, prefill: bool, heads: int = 1 << 30
+) -> Tile:
+    """The tile for lanes of at most `rows` rows (token · packed head). Deterministic: the same for all rows.
+
+    heads: KV heads of all lanes. Where they do not fill the chip one program a multiprocessor is faster than two
+    (measured on an H200, benchmarks/gpu_attention.py --sweep).
+    """
     if options.tile is not None:
         return options.tile
     if q_dtype is torch.float32:
@@ -69,10 +76,11 @@ def choose_tile(options: AttentionOptions, rows: int, head_dim: int, q_dtype: to
     elif options.layout == "narrow":
         height = 16
     else:
-        height = min(max(triton.next_power_of_2(rows), 16), 128)
+        height = min(max(triton.next_power_of_2(rows), 16), 128 if head_dim <= 128 else 64)
     large = height == 128 or head_dim > 128  # registers and shared memory: one program on a multiprocessor
     keys, warps = 64 if head_dim <= 128 else 32, 8 if height == 128 else 4
-    return Tile(height, keys, warps, stages=3, programs=1 if large else 2)
+    stages = 2 if height == 128 and head_dim > 128 and not prefill else 3  # what fits into shared memory
+    return Tile(height, keys, warps, stages, programs=1 if large or heads <= FEW_HEADS else 2)
 
 
 def paged_attention(
@@ -89,7 +97,8 @@ def paged_attention(
     prefill = is_prefill(batch)
     group = q.shape[1] // key_cache.shape[1]
     packed = packed_heads(batch.options, group, prefill)
-    tile = choose_tile(batch.options, batch.max_rows * packed, q.shape[2], q.dtype, prefill)
+    heads = batch.lanes.shape[0] * key_cache.shape[1]
+    tile = choose_tile(batch.options, batch.max_rows * packed, q.shape[2], q.dtype, prefill, heads)
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
