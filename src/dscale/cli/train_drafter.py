@@ -80,6 +80,7 @@ def drafter(
     config = recipe(preset, **given | {"dialect": "z-lab" if dialect == "zlab" else dialect})
     require(gpus >= 1, f"--gpus: {gpus} must be positive")
     if gpus > 1 and "RANK" not in os.environ:
+        _look_before_spawning(target, corpus)
         raise SystemExit(_spawn(gpus))
 
     from dscale.models.loader import load_target
@@ -95,6 +96,16 @@ def drafter(
     world.close()
     if first:
         print(json.dumps(summary) if as_json else _table(summary, out))
+
+
+def _look_before_spawning(target: str, corpus: Path) -> None:
+    """What is wrong with target or corpus is said once, not by every process."""
+    from dscale.models.loader import open_target
+    from dscale.train.artifacts import Stage
+    from dscale.train.rows import CORPUS
+
+    open_target(target)
+    Stage.load(corpus, CORPUS, complete=True)
 
 
 def _spawn(gpus: int) -> int:
