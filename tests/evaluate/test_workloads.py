@@ -16,12 +16,17 @@ def test_spread():
 
 
 def test_reads_all_three_kinds_of_row(tmp_path):
-    rows = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"messages": [{"role": "system", "content": "d"}]}]
+    said = [("system", "d"), ("user", "e")]
+    rows = [
+        {"turns": ["a", "b"]},
+        {"prompt": "c"},
+        {"messages": [{"role": role, "content": text} for role, text in said]},
+    ]
     file = tmp_path / "mixed.jsonl"
     file.write_text("\n\n".join(map(json.dumps, rows)))
     one = read_workload(f"{file}=mine", 0)
     assert (one.name, one.source, one.numbers) == ("mine", "mixed.jsonl", (0, 1, 2))
-    assert [prompt[0]["content"] for prompt in one.prompts] == ["a", "c", "d"]
+    assert [[turn["content"] for turn in prompt] for prompt in one.prompts] == [["a"], ["c"], ["d", "e"]]
     assert read_workload(str(file), 1).prompts == one.prompts[:1]
     with pytest.raises(InputError, match="'mixed' is given twice"):
         read_workloads([str(file), str(file)], 0)
@@ -34,8 +39,8 @@ def test_reads_all_three_kinds_of_row(tmp_path):
     ("text", "part"),
     [
         ("", "holds no rows"),
-        ("{", "row 1: not JSON"),
-        ('{"turns": []}', "has to have one of"),
+        ("{", "line 1: not JSON"),
+        ('{"turns": []}', "`turns` is not text or a filled list"),
         ("[1]", "not an object"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from dscale.config import InputError, require
+from dscale.config import require
 from dscale.models.tokenizer import Tokenizer
+from dscale.train.prompts import Script
 from dscale.train.rows import PARTS
+from dscale.train.sources import read_lines, script_of
 
 RESERVED = ("all", *PARTS)  # the pooled table and the parts of a corpus
 BUILT_IN = (
@@ -57,15 +58,10 @@ def read_workload(file: str, limit: int) -> Workload:
     """`limit` prompts spread evenly over one file; InputError names the line that is wrong."""
     name_of, _, given = file.rpartition("=") if "=" in file else (file, "", "")
     path = Path(name_of)
-    try:
-        data = path.read_bytes()
-        lines = [line for line in data.decode("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    require(bool(lines), f"--prompts {path}: holds no rows")
-    chosen = spread(len(lines), limit)
-    prompts = tuple(_read(f"--prompts {path} row {number + 1}", lines[number]) for number in chosen)
-    return Workload(given or path.stem, path.name, hashlib.sha256(data).hexdigest(), chosen, prompts)
+    rows, digest = read_lines(path)
+    chosen = spread(len(rows), limit)
+    prompts = tuple(_messages(script_of(*rows[number], path.name)) for number in chosen)
+    return Workload(given or path.stem, path.name, digest, chosen, prompts)
 
 
 def spread(count: int, limit: int) -> tuple[int, ...]:
@@ -79,21 +75,8 @@ def _asked(text: str) -> tuple[dict[str, Any], ...]:
     return ({"role": "user", "content": text},)
 
 
-def _read(where: str, line: str) -> tuple[dict[str, Any], ...]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        raise InputError(f"{where}: not JSON; each row is one object with `turns`, `prompt` or `messages`") from None
-    require(isinstance(record, dict), f"{where}: not an object; each row has `turns`, `prompt` or `messages`")
-    if "messages" in record:
-        messages = record["messages"]
-        good = isinstance(messages, list) and bool(messages) and all(isinstance(one, dict) for one in messages)
-        require(good, f"{where}: `messages` must be a list of objects with `role` and `content`")
-        return tuple(messages)
-    turns = record.get("turns")
-    text = turns[0] if isinstance(turns, list) and turns else record.get("prompt")
-    require(isinstance(text, str) and bool(text), f"{where}: has to have one of `turns`, `prompt` and `messages`")
-    return _asked(text)
+def _messages(script: Script) -> tuple[dict[str, Any], ...]:
+    return (*({"role": role, "content": text} for role, text in script.context), *_asked(script.text))
 
 
 def tokenise(workload: Workload, tokenizer: Tokenizer) -> list[list[int]]:
