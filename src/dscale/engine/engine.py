@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from dscale.speculation.state import MAX_END_TOKENS
 
 ALARM_STEPS = 200  # drafted request steps before acceptance is judged
 ALARM_PROGRESS = 1.1  # tokens a step that no drafter in order stays under
+Observer = Callable[[Sequence[Request], StepOutcome], None]  # told of every decode step, after its tokens are committed
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.counters = EngineCounters()
         self.recorder: Recorder | None = None
+        self.observer: Observer | None = None
         self._live: dict[str, Request] = {}
         self._alarmed = False
 
@@ -71,6 +73,11 @@ class Engine:
             all(0 <= token < vocabulary for token in bias),
             f"request {request_id}: logit_bias token ids must lie in [0, {vocabulary - 1}]",
         )
+        require(
+            all(0 <= token < vocabulary for token in params.stop_token_ids),
+            f"request {request_id}: stop_token_ids must lie in [0, {vocabulary - 1}]",
+        )
+        require(-(1 << 63) <= seed < 1 << 63, f"request {request_id}: seed {seed} must fit in 64 bits, with its sign")
         room = self.max_model_len - len(prompt)
         cap = room if params.max_tokens is None else min(params.max_tokens, room)
         request = Request(request_id, list(prompt), params, seed, self._end_ids(request_id, params), cap)
@@ -207,6 +214,8 @@ class Engine:
         draft = decoded.result.draft
         outcome = StepOutcome(shape, draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
         self.worker.policy.observe(outcome)
+        if self.observer is not None:
+            self.observer(requests, outcome)
         if self.recorder is not None:
             self.recorder.record(requests, draft, plain)
         if not self._alarmed and counters.drafted_steps >= ALARM_STEPS:

@@ -38,7 +38,7 @@ from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.speculation.choose import build_policy, scorer_for
-from dscale.speculation.policies import Policy
+from dscale.speculation.policies import Policy, Scorer
 from dscale.speculation.predictor import Predictor, read_config
 from dscale.speculation.state import DeviceState, Models
 
@@ -76,6 +76,7 @@ class LLM:
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
         self.drafter = self._load_drafter(drafter, device)
         self.predictor = self._find_predictor(predictor)
+        self._scorers: dict[tuple[str, int], Scorer | None] = {}
         self.engine = self._build_engine()
         if recorder is not None:
             worker = self.engine.worker
@@ -121,17 +122,42 @@ class LLM:
         pool = PagePool(CacheConfig(num_pages, self.config.prefix_caching))
         scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
         worker = Worker(models, state)
-        worker.policy = self._policy(worker, width)
+        worker.policy = self._policy(worker, width, self.speculation)
         return Engine(worker, scheduler, self.loaded.tokenizer, length)
 
-    def _policy(self, worker: Worker, width: int) -> Policy:
-        scorer = None
-        if self.drafter is not None:
-            bound = drafter_hash(self._drafter_source)
-            scorer = scorer_for(self.speculation, self.predictor, bound, width, self.loaded.model)
-        policy = "off" if self.drafter is None else self.speculation.policy
+    def _policy(self, worker: Worker, width: int, speculation: SpeculationConfig) -> Policy:
+        policy = "off" if self.drafter is None else speculation.policy
+        scorer = self._scorer(speculation, width) if self.drafter is not None else None
         resizes = worker.device.type == "cpu"
-        return build_policy(policy, width, self.speculation.slots, scorer, worker.costs, resizes)
+        return build_policy(policy, width, speculation.slots, scorer, worker.costs, resizes)
+
+    def _scorer(self, speculation: SpeculationConfig, width: int) -> Scorer | None:
+        """Made once for each kind of policy and width: one that learns keeps what it learned."""
+        key = speculation.policy.partition(":")[0], width
+        if key not in self._scorers:
+            bound = drafter_hash(self._drafter_source)
+            self._scorers[key] = scorer_for(speculation, self.predictor, bound, width, self.loaded.model)
+        return self._scorers[key]
+
+    def switch(self, policy: str, slots: float | None = None, width: int | None = None) -> str:
+        """Change the policy for the steps to come, also while requests run; None keeps what is in force.
+
+        Returns the name of the policy now in force. Speed changes by it, text does not. InputError, and no change, for
+        a policy that needs a drafter or predictor that is not loaded, or blocks wider than the engine's.
+        """
+        before, engine = self.speculation, self.engine
+        wanted = SpeculationConfig(policy, width or before.width, slots or before.slots, before.layout)
+        drafts = wanted.policy not in ("off", "auto")
+        require(self.drafter is not None or not drafts, f"policy {policy!r} needs a drafter; none is loaded")
+        most = engine.scheduler.lookahead
+        rows = wanted.width or most
+        require(rows <= most or self.drafter is None, f"width: {rows} is over the engine's block; at most {most}")
+        chosen = self._policy(engine.worker, rows, wanted)
+        recorder = engine.recorder
+        if recorder is not None and chosen.width == recorder.width:
+            chosen = recorder.attach(chosen, self.loaded.model)
+        engine.worker.policy, self.speculation = chosen, wanted
+        return chosen.name
 
     def _fitting_pages(self, target: Target, length: int) -> int:
         """Pages for every request at full length, or what a share of free memory holds."""

@@ -1,7 +1,7 @@
 """What HTTP process and engine process say to each other. Plain picklable values, no tensors.
 
-To the engine: Submit, Abort, Switch, Stop. From it: Ready once, then Delta and Refused for requests, and a Snapshot of the
-whole engine at most ten times a second.
+To the engine: Load, then Submit, Abort, Switch, Stop. From it: Ready once, then Delta and Refused for requests,
+Switched, and a Snapshot of the whole engine at most ten times a second; Failed before it ends in an error.
 """
 
 from __future__ import annotations
@@ -12,6 +12,15 @@ from typing import Any, Protocol
 
 from dscale.config import SamplingParams
 from dscale.engine.request import StepRecord, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Load:
+    """The first message: arguments of LLM, and how many requests may wait beyond those that run."""
+
+    model: str
+    options: dict[str, Any]
+    max_waiting: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,16 @@ class Ready:
     """The engine serves. about: model, dtype, device, policy, width, context length, end tokens, versions."""
 
     about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last word of an engine that ends in an error. bad_input: the user can mend it, message is one line; else
+    detail is a traceback."""
+
+    message: str
+    bad_input: bool
+    detail: str = ""
 
 
 @dataclass
@@ -119,8 +138,8 @@ class Lane:
 class Snapshot:
     """The engine at one moment. Counters are sums since the start; histograms are for the metrics page.
 
-    accepted_at, verified_at: by draft position 1 … W-1. predicted, calibrated: sums of predicted survival and of
-    accepted by position over steps whose policy had scores. step_seconds: durations of the decode steps since the last
+    drafted_at, accepted_at, verified_at: by draft position 1 … W-1. predicted, calibrated: sums of predicted survival
+    and of accepted by position, over verified drafts of steps whose policy had scores. step_seconds: durations of the decode steps since the last
     snapshot. budget: slots a request in force. cache: pages used and in all.
     """
 
@@ -138,6 +157,7 @@ class Snapshot:
     calibrated: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     lanes: list[Lane] = field(default_factory=list)
+    drafted_at: list[int] = field(default_factory=list)
 
 
 class EngineDied(Exception):
