@@ -73,10 +73,6 @@ class Engine:
             all(0 <= token < vocabulary for token in bias),
             f"request {request_id}: logit_bias token ids must lie in [0, {vocabulary - 1}]",
         )
-        require(
-            all(0 <= token < vocabulary for token in params.stop_token_ids),
-            f"request {request_id}: stop_token_ids must lie in [0, {vocabulary - 1}]",
-        )
         require(-(1 << 63) <= seed < 1 << 63, f"request {request_id}: seed {seed} must fit in 64 bits, with its sign")
         room = self.max_model_len - len(prompt)
         cap = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -96,6 +92,11 @@ class Engine:
         require(
             len(ends) <= MAX_END_TOKENS,
             f"request {request_id}: {len(ends)} end and stop tokens; at most {MAX_END_TOKENS} are allowed",
+        )
+        last = self.worker.vocab_size - 1
+        require(
+            all(0 <= token <= last for token in params.stop_token_ids),
+            f"request {request_id}: stop_token_ids must lie in [0, {last}]",
         )
         return ends
 

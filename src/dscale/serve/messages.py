@@ -139,8 +139,8 @@ class Snapshot:
     """The engine at one moment. Counters are sums since the start; histograms are for the metrics page.
 
     drafted_at, accepted_at, verified_at: by draft position 1 … W-1. predicted, calibrated: sums of predicted survival
-    and of accepted by position, over verified drafts of steps whose policy had scores. step_seconds: durations of the decode steps since the last
-    snapshot. budget: slots a request in force. cache: pages used and in all.
+    and of accepted by position, over verified drafts of steps whose policy had scores. step_seconds: durations of the
+    decode steps since the last snapshot. budget: slots a request in force. cache: pages used and in all.
     """
 
     time: float
