@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dscale.config import SamplingParams, require
+from dscale.config import Grammar, InputError, SamplingParams, require
 from dscale.engine.recorder import Recorder
 from dscale.engine.request import FinishReason, Request, Status, StepRecord, TokenLogprob
 from dscale.engine.scheduler import Chunk, Scheduler
 from dscale.engine.text import TextStream
 from dscale.engine.worker import Decoded, Worker
 from dscale.models.tokenizer import IncrementalDecoder, Tokenizer
+from dscale.speculation.grammar import CompiledGrammar, GrammarCompiler
 from dscale.speculation.policies import StepOutcome
 from dscale.speculation.sampling import RowLogprobs, logprobs
 from dscale.speculation.state import MAX_END_TOKENS
@@ -53,9 +54,13 @@ class Engine:
         self.observer: Observer | None = None
         self._live: dict[str, Request] = {}
         self._alarmed = False
+        self._grammars = GrammarCompiler(tokenizer, worker.vocab_size) if tokenizer is not None else None
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
-        """Queue a prompt of token ids; InputError when it is empty, out of range or too long."""
+        """Queue a prompt of token ids; InputError when it is empty, out of range or too long, or its grammar is wrong.
+
+        A grammar seen for the first time is compiled here; `compile` in another thread beforehand spares the wait.
+        """
         vocabulary = self.worker.vocab_size
         require(request_id not in self._live, f"request id {request_id!r} is already in use")
         require(len(prompt) > 0, f"request {request_id}: the prompt is empty; give at least one token")
@@ -82,6 +87,11 @@ class Engine:
             request.text = TextStream(decoder, params.stop, params.include_stop_str_in_output)
         else:
             require(not params.stop, "stop: stop strings need a tokenizer; this model has none")
+        if params.grammar is not None:
+            require(
+                len(request.end_ids) > 0, f"request {request_id}: a grammar needs an end token; this model has none"
+            )
+            request.grammar = self.compile(params.grammar)
         self.scheduler.add(request)
         self._live[request_id] = request
         return request
@@ -99,6 +109,12 @@ class Engine:
             f"request {request_id}: stop_token_ids must lie in [0, {last}]",
         )
         return ends
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar for this model's tokens, kept for the next time; from any thread. InputError when it is wrong."""
+        if self._grammars is None:
+            raise InputError(f"{grammar.kind}: a grammar needs a tokenizer; this model has none")
+        return self._grammars.compile(grammar)
 
     @property
     def busy(self) -> bool:
