@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dscale.config import InputError
+from dscale.config import Grammar, InputError
 from dscale.models.tokenizer import Tokenizer
 from dscale.serve.errors import invalid
 from dscale.serve.protocol import ChatBody, Message, Tool
@@ -133,3 +133,22 @@ def offered_tools(body: ChatBody) -> list[Tool]:
 def forces_a_call(body: ChatBody) -> bool:
     """True when the answer must be a tool call."""
     return bool(body.tools) and body.tool_choice not in (None, "auto", "none")
+
+
+def call_grammar(body: ChatBody, tools: Sequence[Tool]) -> Grammar | None:
+    """A call of one of the tools as JSON, where tool_choice forces one; None where the model may choose."""
+    if not forces_a_call(body):
+        return None
+    schemas: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
+    for tool in tools:
+        parameters = dict(tool.function.parameters or {"type": "object"})
+        shared |= {key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters}
+        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+        keys = list(properties)
+        schemas.append({"type": "object", "properties": properties, "required": keys, "additionalProperties": False})
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    try:
+        return Grammar.json_schema({**schema, **shared})
+    except InputError as error:
+        raise invalid(f"tools: {error}", "tools") from None

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from dscale.config import SamplingParams
 from dscale.serve.answers import Answer, ChoiceStream, Envelope, chat_choice, event, text_choice, usage_of
-from dscale.serve.chat import offered_tools, render_chat
+from dscale.serve.chat import call_grammar, offered_tools, render_chat
 from dscale.serve.errors import invalid
 from dscale.serve.messages import Submit
 from dscale.serve.protocol import ChatBody, CompletionBody, Message, Tool, chat_sampling, completion_sampling
@@ -35,8 +35,9 @@ class Job:
 
 async def chat_job(service: Service, body: ChatBody, request_id: str) -> Job:
     """The job of a chat body."""
-    params = chat_sampling(body)
     tools = offered_tools(body)
+    forced = call_grammar(body, tools)
+    params = chat_sampling(body, **({"grammar": forced} if forced is not None else {}))
     ids = await encode_chat(service, body.messages, tools, body.chat_template_kwargs)
     return _job(service, "chat", body, params, [ids], request_id, bool(tools))
 

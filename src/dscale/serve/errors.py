@@ -45,7 +45,7 @@ class ApiError(HTTPException):
     ) -> None:
         headers = None if retry_after is None else {"Retry-After": str(max(math.ceil(retry_after), 1))}
         super().__init__(status, message, headers)
-        self.message, self.param, self.code = message, param, code
+        self.message, self.param, self.code = clean(message), None if param is None else clean(param), code
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the error."""
@@ -55,6 +55,11 @@ class ApiError(HTTPException):
     def response(self) -> JSONResponse:
         """The response that carries it."""
         return JSONResponse(self.body(), self.status_code, headers=self.headers)
+
+
+def clean(text: str) -> str:
+    """The text with lone surrogates replaced, which JSON can bring in and UTF-8 cannot carry out."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
@@ -85,6 +90,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     place = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return invalid(f"the body is not JSON ({first.get('ctx', {}).get('error', 'syntax error')})", code="bad_json")
+    if not place and first["type"] == "value_error":
+        return invalid(_sentence(first), first.get("ctx", {}).get("field"), "unknown_field")
     if not place:
         return invalid("the body must be a JSON object, sent as Content-Type: application/json", code="bad_json")
     union = next((index for index, part in enumerate(place) if part in UNIONS), None)

@@ -3,18 +3,19 @@ vLLM's."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dscale.config import InputError, SamplingParams
-from dscale.serve.errors import ApiError, from_input, invalid
+from dscale.config import Grammar, InputError, SamplingParams
+from dscale.serve.errors import from_input, invalid
 
 MAX_N = 128  # sequences a prompt may ask for
 MAX_STOPS = 64  # stop strings
+MAX_DEPTH = 64  # lists and objects inside one another
 SEEDS = 2**63  # seeds lie below, and not under minus this
 # Known to OpenAI's or vLLM's clients and without effect on the text here.
 IGNORED = frozenset(
@@ -43,10 +44,27 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def is_container(value: Any) -> bool:
+    """True for lists and objects."""
+    return isinstance(value, dict | list)
+
+
 class Body(BaseModel):
     """A request body: no silent conversions, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shallow(cls, value: Any) -> Any:
+        level, depth = [value], 0
+        while level:
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"the body is nested more than {MAX_DEPTH} levels deep")
+            inner = (one.values() if isinstance(one, dict) else one for one in level)
+            level = [part for values in inner if isinstance(values, Iterable) for part in values if is_container(part)]
+        return value
 
     @model_validator(mode="after")
     def _known(self) -> Body:
@@ -87,6 +105,17 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(BaseModel):
+    """vLLM's newer name for the guided fields; one of them."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Generation(Body):
     """What chat and completions share. A field left out or null takes its default."""
 
@@ -118,6 +147,7 @@ class Generation(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def sequences(self) -> int:
@@ -212,14 +242,14 @@ def sampling_of(body: Generation, **changes: Any) -> SamplingParams:
     values = {name: getattr(body, name) for name in shared if getattr(body, name) is not None}
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
         raise invalid(f"stop: {len(body.stop)} stop strings; at most {MAX_STOPS} are allowed", "stop")
-    values |= {"logit_bias": _bias(body.logit_bias), **_constraint(body), **changes}
+    values |= {"logit_bias": _bias(body.logit_bias), "grammar": grammar_of(body), **changes}
     try:
         return replace(SamplingParams(), **values)
     except InputError as error:
         raise from_input(error, type(body).model_fields) from None
 
 
-def chat_sampling(body: ChatBody) -> SamplingParams:
+def chat_sampling(body: ChatBody, **changes: Any) -> SamplingParams:
     """As sampling_of; an answer may be as long as the context allows unless a cap is given."""
     caps = {body.max_completion_tokens, body.max_tokens} - {None}
     if len(caps) > 1:
@@ -227,7 +257,7 @@ def chat_sampling(body: ChatBody) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
     wanted = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling_of(body, max_tokens=caps.pop() if caps else None, logprobs=wanted)
+    return sampling_of(body, max_tokens=caps.pop() if caps else None, logprobs=wanted, **changes)
 
 
 def completion_sampling(body: CompletionBody) -> SamplingParams:
@@ -246,44 +276,42 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(name): float(value) for name, value in given.items()}
 
 
-def _constraint(body: Generation) -> dict[str, Any]:
-    """The SamplingParams fields of the grammar asked for; 400 when several are, or the engine knows none."""
-    asked: dict[str, Any] = {
-        name: getattr(body, name)
-        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-        if getattr(body, name) is not None
-    }
-    format = body.response_format
-    if format is not None and format.type != "text":
-        asked["response_format"] = _format_value(format)
-    if not asked:
-        return {}
-    if len(asked) > 1:
-        raise invalid(f"{next(iter(asked))}: given together with {list(asked)[1]}; give one of them", next(iter(asked)))
-    ((name, value),) = asked.items()
-    return _grammar_field(name, value)
+def grammar_of(body: Generation) -> Grammar | None:
+    """What the text has to be; ApiError 400 when that is asked for in two ways, or makes no sense."""
+    asked = {f"guided.{name}": getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+    if body.structured_outputs is not None:
+        asked |= {
+            f"structured_outputs.{name}": value
+            for name, value in body.structured_outputs.model_dump(by_alias=True).items()
+        }
+    if body.response_format is not None:
+        asked |= _format_asked(body.response_format)
+    given = [(name, value) for name, value in asked.items() if value not in (None, False)]
+    if not given:
+        return None
+    if len(given) > 1:
+        first, second = (name.replace("guided.", "guided_") for name, _ in given[:2])
+        raise invalid(f"{first}: is given together with {second}; give one of them", first)
+    ((name, value),) = given
+    try:
+        return _grammar(name.rpartition(".")[2], value)
+    except InputError as error:
+        field = name.replace("guided.", "guided_").partition(".")[0]
+        raise invalid(f"{field}: {error}", field) from None
 
 
-def _format_value(format: ResponseFormat) -> dict[str, Any] | str:
-    if format.type == "json_object":
-        return "json_object"
+def _format_asked(format: ResponseFormat) -> dict[str, Any]:
+    if format.type != "json_schema":
+        return {"response_format.json_object": format.type == "json_object"}
     schema = format.json_schema.schema_ if format.json_schema is not None else None
     if schema is None:
         raise invalid("response_format: json_schema needs json_schema.schema", "response_format")
-    return schema
+    return {"response_format.json": schema}
 
 
-def _grammar_field(name: str, value: Any) -> dict[str, Any]:
-    known = {field.name for field in fields(SamplingParams)}
-    if isinstance(value, dict):
-        value = json.dumps(value)
-    field, content = {
-        "guided_regex": ("regex", value),
-        "guided_choice": ("choice", tuple(value) if isinstance(value, list) else value),
-        "guided_grammar": ("grammar", value),
-    }.get(name, ("json_schema", value))
-    if content == "json_object" and name == "response_format":
-        field, content = "json_object", True
-    if field not in known:
-        raise ApiError(400, f"{name}: this server cannot constrain its output yet; leave it out", name, "unsupported")
-    return {field: content}
+def _grammar(name: str, value: Any) -> Grammar:
+    if name == "json_object":
+        return Grammar("json_object")
+    if name == "json":
+        return Grammar.json_schema(value)
+    return Grammar.choice(value) if name == "choice" else Grammar({"grammar": "ebnf"}.get(name, name), value)
