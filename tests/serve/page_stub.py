@@ -70,8 +70,8 @@ class Engine:
         return self.now
 
 
-def create_app(api_key: str | None = None, steps: bool = True, others: int = 5) -> FastAPI:
-    """The stub. steps: whether it knows the request field dscale_steps; others: lanes beside the chat's own."""
+def create_app(api_key: str | None = None, steps: bool = True, predictor: bool = True) -> FastAPI:
+    """The stub. steps: whether it knows the request field dscale_steps; predictor: whether it says it has one."""
     app, engine, metrics = FastAPI(), Engine(), Metrics(CollectorRegistry(), "stub")
     app.state.engine = engine
     app.mount("/page", StaticFiles(directory=PAGE))
@@ -90,9 +90,10 @@ def create_app(api_key: str | None = None, steps: bool = True, others: int = 5) 
     def index() -> FileResponse:
         return FileResponse(PAGE / "index.html")
 
-    @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "smollm2-135m", "object": "model"}]}
+    @app.get("/dscale/about")
+    def about() -> dict[str, Any]:
+        known = {"drafter": True, "predictor": predictor, "width": 8, "device": "cpu", "dtype": "bfloat16"}
+        return {"model": "smollm2-135m", "served": ["smollm2-135m"], **known}
 
     @app.get("/metrics")
     def scrape() -> Response:
@@ -121,16 +122,14 @@ def create_app(api_key: str | None = None, steps: bool = True, others: int = 5) 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> StreamingResponse:
         body = await request.json()
-        return StreamingResponse(answer(engine, metrics, body, steps, others), media_type="text/event-stream")
+        return StreamingResponse(answer(engine, metrics, body, steps), media_type="text/event-stream")
 
     return app
 
 
-async def answer(
-    engine: Engine, metrics: Metrics, body: dict[str, Any], steps: bool, others: int
-) -> AsyncIterator[str]:
+async def answer(engine: Engine, metrics: Metrics, body: dict[str, Any], steps: bool) -> AsyncIterator[str]:
     """The SSE of one chat completion: the words of TEXTS, in steps like a lane's."""
-    engine.lanes += others + 1
+    engine.lanes += body.get("n", 1)
     usage, began, at = Usage(prompt_tokens=12), time.perf_counter(), 0
     try:
         yield event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
@@ -149,7 +148,7 @@ async def answer(
         yield event({"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": at}})
         yield "data: [DONE]\n\n"
     finally:
-        engine.lanes -= others + 1
+        engine.lanes -= body.get("n", 1)
         metrics.finished(usage, 0.05, time.perf_counter() - began, [0.02] * max(at - 1, 0), "stop")
 
 

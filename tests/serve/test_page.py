@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
@@ -68,20 +69,21 @@ def opened(browser: Any, url: str, complaints: list[str] | None = None, **option
     """A page of a fresh context, connected; fails on console errors unless a list collects them."""
     context = browser.new_context(**options)
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(30_000)
     found: list[str] = [] if complaints is None else complaints
     page.on("console", lambda message: found.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: found.append(str(error)))
     page.goto(url)
     if complaints is None:
-        page.wait_for_selector("#connection.live", timeout=5000)
+        page.wait_for_selector("#connection.live")
     yield page
     context.close()
     if complaints is None:
         assert found == []
 
 
-def ask(page: Any, text: str = QUESTION) -> None:
+def ask(page: Any, text: str = QUESTION, others: int = 0) -> None:
+    page.evaluate("(count) => { document.querySelector('#others').value = count; }", str(others))
     page.fill("#prompt", text)
     page.click("#send")
 
@@ -93,16 +95,16 @@ def wait_for_answer(page: Any, number: int = 1) -> str:
 
 def test_a_chat_streams_with_its_drafts_tinted_and_the_strip_moving(browser: Any, address: str) -> None:
     with opened(browser, address) as page:
-        assert page.text_content("#model") == "smollm2-135m"
+        page.wait_for_function("() => document.querySelector('#model').textContent == 'smollm2-135m · cpu · bfloat16'")
         strip = page.get_attribute("#strip", "aria-label")
         assert strip == "Nothing is being decoded"
-        ask(page)
+        ask(page, others=7)
         page.wait_for_selector(".assistant.streaming .step b")
         early = len(page.text_content(".assistant .text"))
-        page.wait_for_function("!document.querySelector('#strip').ariaLabel.startsWith('Nothing')")
+        page.wait_for_function("() => document.querySelector('#strip').ariaLabel.startsWith('8 requests')")
         label = page.get_attribute("#strip", "aria-label")
         requests, rows, accepted, rejected, trimmed = map(int, re.findall(r"\d+", label))
-        assert requests == 6
+        assert requests == 8
         assert accepted + rejected + trimmed == 7 * requests  # every draft is one of them
         assert rows == requests + accepted + rejected
         before = page.evaluate("document.querySelector('#strip').toDataURL()")
@@ -133,6 +135,30 @@ def test_details_of_a_step_by_pointer(browser: Any, address: str) -> None:
         assert step.locator("b").count() == accepted
 
 
+def test_with_the_real_app_on_a_tiny_engine(browser: Any) -> None:
+    """One token a byte, so that many characters are of several tokens: the text must be the API's all the same."""
+    from tests.serve.inprocess import InProcess, live, service_of, tiny_llm
+
+    client = InProcess(tiny_llm("full"))
+    with live(service_of(client)) as url, opened(browser, f"{url}/") as page:
+        page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('tiny')")
+        ask(page, others=3)
+        shown = wait_for_answer(page)
+        body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 256}
+        plain = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert shown == plain["choices"][0]["message"]["content"]
+        assert f"{plain['usage']['completion_tokens']} tokens" in page.text_content(".assistant .stats")
+        page.hover(".assistant .step >> nth=0")
+        assert re.search(r"drafted, \d+ verified, \d+ accepted", page.text_content("#tip"))
+        page.select_option("#policy", "off")
+        page.click("#policy-form button")
+        page.wait_for_function("() => document.querySelector('#policy-status').textContent == 'off is in force'")
+        ask(page, "again")
+        wait_for_answer(page, 2)
+        page.wait_for_function("() => document.querySelector('#budget').textContent == '1.0'")
+    client.stop()
+
+
 def test_without_step_records_the_chat_is_plain(browser: Any) -> None:
     with serving(steps=False) as url, opened(browser, url) as page:
         ask(page)
@@ -153,6 +179,28 @@ def test_the_policy_is_switched_and_marked(browser: Any, address: str) -> None:
         page.fill("#slots", "5")
         page.click("#policy-form button")
         page.wait_for_function("() => document.querySelector('#budget').textContent == '5.0'")
+
+
+def test_the_policy_can_be_switched_under_load(browser: Any, address: str) -> None:
+    """A browser opens six connections to a server at most; the page must not need more."""
+    with opened(browser, address) as page:
+        ask(page, others=15)
+        page.wait_for_selector(".assistant.streaming .step")
+        page.select_option("#policy", "off")
+        page.click("#policy-form button")
+        page.wait_for_function("() => document.querySelector('#budget').textContent == '1.0'")
+        page.wait_for_function("() => document.querySelector('#strip').ariaLabel.startsWith('16 requests; 16 rows')")
+        page.select_option("#policy", "dvl")
+        page.click("#policy-form button")
+        wait_for_answer(page)
+        page.wait_for_function("() => document.querySelector('#running').textContent == '0'")  # the others ended too
+
+
+def test_policies_that_need_what_is_not_loaded_cannot_be_chosen(browser: Any) -> None:
+    with serving(predictor=False) as url, opened(browser, url) as page:
+        page.wait_for_function("() => document.querySelector('#model').textContent != ''")
+        states = page.evaluate("[...document.querySelectorAll('#policy option')].map((o) => [o.value, o.disabled])")
+        assert [name for name, disabled in states if disabled] == ["dvl"]
 
 
 def test_a_policy_that_is_refused_says_why(browser: Any, address: str) -> None:
@@ -284,7 +332,7 @@ if __name__ == "__main__":  # screenshots for the docs: python -m tests.serve.te
                 ):
                     page.select_option("#policy", policy)
                     page.click("#policy-form button")
-                    ask(page, question)
+                    ask(page, question, others=7)
                     page.wait_for_timeout(500)
                     if policy != "dvl":
                         wait_for_answer(page, len(page.locator(".assistant").all()))

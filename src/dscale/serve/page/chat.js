@@ -5,12 +5,10 @@ import { $, call, events } from "./server.js";
 const TINTS = 5;
 
 let model = "";
-export async function loadModel() {
-  try {
-    const list = await (await call("v1/models")).json();
-    model = list.data[0].id;
-    $("model").textContent = model;
-  } catch { /* the line stays empty; sending says why */ }
+
+// The model that answers.
+export function useModel(name) {
+  model = name;
 }
 
 let conversation = [];
@@ -138,18 +136,19 @@ function addMessage(role, name, text = "") {
   return element;
 }
 
-function chatRequest(signal, seed) {
+function request(signal, more) {
   const body = {
-    model, messages: conversation, stream: true, stream_options: { include_usage: true }, dscale_steps: true,
-    temperature: Number($("temperature").value) || 0, max_tokens: Math.max(1, Math.floor($("max-tokens").value) || 256),
-    ...(seed !== undefined && { seed }),
+    model, messages: conversation, stream: true, temperature: Number($("temperature").value) || 0,
+    max_tokens: Math.max(1, Math.floor($("max-tokens").value) || 256), ...more,
   };
   return call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
 }
 
-async function drain(signal, seed) { // a copy alongside: only its load matters
+// Other answers to the same question, only for their load. One request, because a browser opens six connections at most.
+async function drain(count, signal) {
   try {
-    for await (const _ of events(await chatRequest(signal, seed))) { /* read on */ }
+    const temperature = Math.max(Number($("temperature").value) || 0, 0.8); // else all would be the same
+    for await (const _ of events(await request(signal, { n: count, temperature }))) { /* read on */ }
   } catch { /* the answer that is shown reports what is wrong */ }
 }
 
@@ -163,8 +162,9 @@ async function send(text) {
   let usage = null;
   let note = "";
   try {
-    const response = await chatRequest(running.signal);
-    for (let i = 1; i <= Number($("copies").value); i++) drain(running.signal, i);
+    const response = await request(running.signal, { dscale_steps: true, stream_options: { include_usage: true } });
+    const others = Number($("others").value);
+    if (others) drain(others, running.signal);
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage ?? usage;
@@ -178,6 +178,7 @@ async function send(text) {
     note = error.name === "AbortError" ? "stopped" : "failed";
     if (note === "failed") $("problem").textContent = error.message;
   }
+  running.abort(); // what runs alongside ends with it
   answer.end(usage, note);
   if (answer.text) conversation.push({ role: "assistant", content: answer.text });
   else conversation.pop();

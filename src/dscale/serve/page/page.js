@@ -1,7 +1,7 @@
 // The page of `dscale serve`: a chat whose accepted drafts can be seen, and the engine's batch while it decodes.
 
 import { drawStrip } from "./batch.js";
-import { loadModel } from "./chat.js";
+import { useModel } from "./chat.js";
 import { $, call, events, keyGiven, keyWanted } from "./server.js";
 import { drawLatency, drawLine, history, scrape, take } from "./speed.js";
 
@@ -29,6 +29,24 @@ function redraw() {
   scheduled = true;
 }
 
+// Who serves: its name, and which policies it can take.
+async function introduce() {
+  let about;
+  try {
+    about = await (await call("dscale/about")).json();
+  } catch {
+    return; // following says what is wrong
+  }
+  const name = about.served?.[0] ?? about.model;
+  useModel(name);
+  $("model").textContent = [name, about.device, about.dtype].filter(Boolean).join(" · ");
+  if (about.width) $("slots").max = about.width;
+  for (const option of $("policy").options) {
+    option.disabled = (about.drafter === false && !/^(off|auto)/.test(option.value)) ||
+      (about.predictor === false && option.value.startsWith("dvl"));
+  }
+}
+
 function connection(state, text) {
   if ($("connection").textContent === text) return;
   $("connection").className = `connection ${state}`;
@@ -49,7 +67,7 @@ async function follow() {
       }
     } catch { /* said below */ }
     connection("lost", keyWanted() ? "API key needed" : "not connected");
-    await (keyWanted() ? keyGiven().then(loadModel) : new Promise((resolve) => setTimeout(resolve, wait * 1000)));
+    await (keyWanted() ? keyGiven().then(introduce) : new Promise((resolve) => setTimeout(resolve, wait * 1000)));
   }
 }
 
@@ -100,7 +118,7 @@ policyFields();
 drawLatency();
 addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-loadModel();
+introduce();
 follow();
 scrape();
 setInterval(async () => {

@@ -17,6 +17,7 @@ export function take(now) {
   if (policy !== null && now.policy !== policy) switches.push({ t: now.time, policy: now.policy });
   policy = now.policy;
   const counts = now.counters;
+  if (counts.emitted === undefined) return; // nothing was counted yet
   if (before && (now.time < before.time || counts.emitted < before.counters.emitted)) before = null; // a new engine
   if (before && now.time - before.time > 2) { // the engine was idle, it reports nothing then
     history.push({ t: before.time + 0.5, rate: 0, progress: null }, { t: now.time, rate: 0, progress: null });
@@ -123,7 +124,10 @@ export function drawLatency() {
   const sorted = steps.map((step) => step.seconds).sort((a, b) => a - b);
   const rows = [["decode step", (share) => quantile(sorted, share)]];
   for (const [name, title] of Object.entries(SERIES)) rows.push([title, (share) => fromBuckets(name, share)]);
-  const shown = (seconds) => (seconds === null ? "–" : (seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0));
+  const shown = (seconds) => {
+    if (seconds === null) return "–";
+    return seconds >= 10 ? `${seconds.toFixed(1)} s` : (seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0);
+  };
   $("latency").replaceChildren(...rows.map(([title, of]) => {
     const row = document.createElement("tr");
     const head = document.createElement("th");
