@@ -192,6 +192,18 @@ def test_grammars_are_compiled_once_and_travel_between_processes() -> None:
     assert hash(grammar) == hash(Grammar("json_schema", json.dumps(ENFORCED["range"])))
 
 
+def test_the_oldest_compiled_grammars_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dscale.speculation.grammar.MAX_CACHED", 2)
+    compiler = GrammarCompiler(TOKENIZER, VOCAB)
+    grammars = [Grammar("regex", text) for text in ("a", "b", "c")]
+    a, b = compiler.compile(grammars[0]), compiler.compile(grammars[1])
+    assert compiler.compile(grammars[0]) is a
+    compiler.compile(grammars[2])
+    assert compiler.compile(grammars[0]) is a
+    assert compiler.compile(grammars[1]) is not b
+    assert compiler._bytes == sum(one.compiled.memory_size_bytes for one in compiler._kept.values())
+
+
 @pytest.mark.parametrize(
     "bad", [lambda: Grammar("xml"), lambda: Grammar("regex", "a" * 70_000), lambda: Grammar.choice([])]
 )

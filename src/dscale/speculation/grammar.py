@@ -130,14 +130,20 @@ class GrammarCompiler:
         """The compiled grammar; InputError in one line when it is wrong or cannot be enforced."""
         with self._lock:
             found = self._kept.get(grammar)
-            if found is None:
-                found = CompiledGrammar(self._compile(grammar), self._vocab_size, self.special_ids)
-                self._kept[grammar] = found
-                self._bytes += found.compiled.memory_size_bytes
-            self._kept.move_to_end(grammar)
-            while len(self._kept) > 1 and (self._bytes > MAX_CACHE_BYTES or len(self._kept) > MAX_CACHED):
-                self._bytes -= self._kept.popitem(last=False)[1].compiled.memory_size_bytes
-            return found
+        if found is None:  # outside the lock: one slow grammar holds up no other
+            found = CompiledGrammar(self._compile(grammar), self._vocab_size, self.special_ids)
+        with self._lock:
+            return self._keep(grammar, found)
+
+    def _keep(self, grammar: Grammar, fresh: CompiledGrammar) -> CompiledGrammar:
+        """Note a use; the oldest go when they are too many or too large."""
+        if grammar not in self._kept:
+            self._bytes += fresh.compiled.memory_size_bytes
+        found = self._kept.setdefault(grammar, fresh)
+        self._kept.move_to_end(grammar)
+        while len(self._kept) > 1 and (self._bytes > MAX_CACHE_BYTES or len(self._kept) > MAX_CACHED):
+            self._bytes -= self._kept.popitem(last=False)[1].compiled.memory_size_bytes
+        return found
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         _require_xgrammar(grammar.kind)
