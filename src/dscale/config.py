@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -226,12 +228,51 @@ class SpeculationConfig:
         require(self.layout in (None, *layouts), f"layout: {self.layout!r}; allowed are {', '.join(layouts)}")
 
 
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "ebnf")
+MAX_GRAMMAR_CHARACTERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text has to be: any JSON object, JSON of a schema, a full match of a regex, one of some texts, or a
+    sentence of a context-free grammar whose first rule is `root` (EBNF in GBNF's dialect).
+
+    text: the schema as JSON, the regex, the choices as a JSON list, the grammar; empty for json_object.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        require(self.kind in GRAMMAR_KINDS, f"grammar: {self.kind!r} is not known; allowed are {GRAMMAR_KINDS}")
+        require(
+            len(self.text) <= MAX_GRAMMAR_CHARACTERS,
+            f"{self.kind}: {len(self.text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed",
+        )
+
+    @classmethod
+    def json_schema(cls, schema: str | bool | dict[str, Any]) -> Grammar:
+        """JSON that a schema (draft 2020-12) admits; the schema as an object or as JSON text."""
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        require(
+            len(texts) > 0 and not isinstance(texts, str) and all(isinstance(one, str) for one in texts),
+            "choice: give a list of at least one text",
+        )
+        return cls("choice", json.dumps(list(texts)))
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded. Names and defaults follow vLLM's and OpenAI's.
 
     temperature 0 is greedy; top_k 0 and -1, top_p 1 and min_p 0 switch that filter off. seed None takes one from the
-    engine. logprobs and prompt_logprobs ask for that many alternatives per token (0: only the token's own).
+    engine. logprobs and prompt_logprobs ask for that many alternatives per token (0: only the token's own). grammar:
+    what the text has to be; the answer ends with an end token once it is complete, min_tokens or not, and is incomplete
+    when max_tokens cuts it.
     """
 
     n: int = 1
@@ -253,6 +294,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -277,6 +319,10 @@ class SamplingParams:
             f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}",
         )
         require(all(stop), "stop: an empty string can never be found; give non-empty strings")
+        require(
+            self.grammar is None or not self.ignore_eos,
+            "ignore_eos: a grammar ends the text with an end token; give one or the other",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= 20, f"{name}: {value} must lie in [0, 20]")
@@ -301,4 +347,5 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
             or self.logit_bias
             or self.min_tokens
+            or self.grammar is not None
         )

@@ -2,6 +2,7 @@
 
 dscale generate -m smollm2-135m "Why is the sky blue?"
 dscale generate -m smollm2-135m --prompts in.jsonl --out out.jsonl --json
+dscale generate -m smollm2-135m --json-schema city.json "Describe Paris."
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from dscale.cli import options as o
-from dscale.config import InputError, SamplingParams, require
+from dscale.config import Grammar, InputError, SamplingParams, require
 
 if TYPE_CHECKING:
     from dscale.engine.llm import LLM
@@ -56,6 +57,8 @@ def generate(
     out: Annotated[Path | None, typer.Option(help="JSONL of answers; rows already there are not made again.")] = None,
     max_requests: Annotated[int, typer.Option(help="Most requests decoded together.")] = 16,
     record: Annotated[Path | None, typer.Option(help="Folder for traces of what is verified, for dscale fit.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="JSON schema file; answers are JSON that it admits.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that each answer matches whole.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -63,7 +66,10 @@ def generate(
 
     Example: dscale generate -m smollm2-135m "Why is the sky blue?"
     """
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens,
+        grammar=read_grammar(json_schema, regex),
+    )  # fmt: skip
     require((prompt is None) != (prompts is None), "generate: give either a prompt or --prompts FILE, not both or none")
     require(out is None or prompts is not None, "--out: goes with --prompts FILE")
     rows = [Row("0", prompt, None)] if prompts is None else read_prompts(prompts)
@@ -79,6 +85,20 @@ def generate(
         summary = answer(llm, pending, ids, params, out, quiet=as_json)
     if as_json:
         print(json.dumps({"model": model, "skipped": len(rows) - len(pending), **summary}))
+
+
+def read_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """What every answer has to be, if anything was asked for."""
+    require(json_schema is None or regex is None, "generate: give either --json-schema or --regex, not both")
+    if regex is not None:
+        return Grammar("regex", regex)
+    if json_schema is None:
+        return None
+    try:
+        return Grammar.json_schema(json_schema.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--json-schema {json_schema}: cannot be read ({reason})") from None
 
 
 def new_recorder() -> Recorder:

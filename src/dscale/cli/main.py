@@ -14,6 +14,7 @@ from dscale.cli.evaluate import app as evaluate
 from dscale.cli.fit import fit
 from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
+from dscale.cli.serve import serve
 from dscale.cli.trace import trace
 from dscale.cli.train import app as train
 from dscale.cli.tune import tune
@@ -33,6 +34,7 @@ app.command()(chat)
 app.command()(inspect)
 app.command()(corpus)
 app.command()(fit)
+app.command()(serve)
 app.command()(trace)
 app.command()(tune)
 app.add_typer(evaluate)

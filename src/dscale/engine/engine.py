@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from dscale.config import SamplingParams, require
+from dscale.config import Grammar, InputError, SamplingParams, require
 from dscale.engine.recorder import Recorder
 from dscale.engine.request import FinishReason, Request, Status, StepRecord, TokenLogprob
 from dscale.engine.scheduler import Chunk, Scheduler
 from dscale.engine.text import TextStream
 from dscale.engine.worker import Decoded, Launched, Worker
 from dscale.models.tokenizer import IncrementalDecoder, Tokenizer
+from dscale.speculation.grammar import CompiledGrammar, GrammarCompiler
 from dscale.speculation.policies import StepOutcome
 from dscale.speculation.sampling import RowLogprobs, logprobs
 from dscale.speculation.state import MAX_END_TOKENS
 
 ALARM_STEPS = 200  # drafted request steps before acceptance is judged
 ALARM_PROGRESS = 1.1  # tokens a step that no drafter in order stays under
+Observer = Callable[[Sequence[Request], StepOutcome], None]  # told of every decode step, after its tokens are committed
 
 
 @dataclass
@@ -65,13 +67,19 @@ class Engine:
         self.worker, self.scheduler, self.tokenizer = worker, scheduler, tokenizer
         self.max_model_len, self.lag, self.recorder = max_model_len, lag, recorder
         self.counters = EngineCounters()
+        self.observer: Observer | None = None
         self._live: dict[str, Request] = {}
         self._in_flight: Launched | None = None
+        self._early: list[Request] = []  # committed by `settle`, not told by a step yet
         self._need_host = 0  # live requests with needs_host
         self._alarmed = False
+        self._grammars = GrammarCompiler(tokenizer, worker.vocab_size) if tokenizer is not None else None
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
-        """Queue a prompt of token ids; InputError when it is empty, out of range or too long."""
+        """Queue a prompt of token ids; InputError when it is empty, out of range or too long, or its grammar is wrong.
+
+        A grammar seen for the first time is compiled here; `compile` in another thread beforehand spares the wait.
+        """
         vocabulary = self.worker.vocab_size
         require(request_id not in self._live, f"request id {request_id!r} is already in use")
         require(len(prompt) > 0, f"request {request_id}: the prompt is empty; give at least one token")
@@ -89,6 +97,7 @@ class Engine:
             all(0 <= token < vocabulary for token in bias),
             f"request {request_id}: logit_bias token ids must lie in [0, {vocabulary - 1}]",
         )
+        require(-(1 << 63) <= seed < 1 << 63, f"request {request_id}: seed {seed} must fit in 64 bits, with its sign")
         room = self.max_model_len - len(prompt)
         cap = room if params.max_tokens is None else min(params.max_tokens, room)
         request = Request(request_id, list(prompt), params, seed, self._end_ids(request_id, params), cap)
@@ -97,6 +106,11 @@ class Engine:
             request.text = TextStream(decoder, params.stop, params.include_stop_str_in_output)
         else:
             require(not params.stop, "stop: stop strings need a tokenizer; this model has none")
+        if params.grammar is not None:
+            require(
+                len(request.end_ids) > 0, f"request {request_id}: a grammar needs an end token; this model has none"
+            )
+            request.grammar = self.compile(params.grammar)
         self.scheduler.add(request)
         self._live[request_id] = request
         self._need_host += params.needs_host
@@ -109,12 +123,23 @@ class Engine:
             len(ends) <= MAX_END_TOKENS,
             f"request {request_id}: {len(ends)} end and stop tokens; at most {MAX_END_TOKENS} are allowed",
         )
+        last = self.worker.vocab_size - 1
+        require(
+            all(0 <= token <= last for token in params.stop_token_ids),
+            f"request {request_id}: stop_token_ids must lie in [0, {last}]",
+        )
         return ends
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar for this model's tokens, kept for the next time; from any thread. InputError when it is wrong."""
+        if self._grammars is None:
+            raise InputError(f"{grammar.kind}: a grammar needs a tokenizer; this model has none")
+        return self._grammars.compile(grammar)
 
     @property
     def busy(self) -> bool:
         """True while any request waits or runs."""
-        return self.scheduler.busy
+        return self.scheduler.busy or bool(self._early)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free at once. Unknown or finished ids are ignored."""
@@ -127,7 +152,8 @@ class Engine:
     def step(self) -> list[Request]:
         """One plan; returns the requests that emitted tokens or ended."""
         late = self.lag == 1 and not self._need_host and self.recorder is None
-        done = [] if late else self._settle()
+        done, self._early = self._early, []
+        done += [] if late else self._settle()
         plan = self.scheduler.schedule()
         if plan is None:
             done += self._settle()
@@ -148,6 +174,10 @@ class Engine:
         for request in requests:
             request.in_flight += 1
         return launched
+
+    def settle(self) -> None:
+        """Commit the step in flight, if there is one; the next `step` returns its requests."""
+        self._early += self._settle()
 
     def _settle(self) -> list[Request]:
         """Commit the step in flight, if there is one."""
@@ -258,6 +288,8 @@ class Engine:
         clean = [one and not ended for one, ended in zip(plain, cut, strict=True)]
         outcome = StepOutcome(shape, decoded.draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
         self.worker.policy.observe(outcome)
+        if self.observer is not None:
+            self.observer(requests, outcome)
         if self.recorder is not None:
             assert decoded.result is not None, "with a recorder every step is eager"
             self.recorder.record(requests, decoded.result.draft, plain)

@@ -41,7 +41,7 @@ from dscale.models.loader import LoadedTarget, load_target
 from dscale.speculation.auto import Auto
 from dscale.speculation.choose import build_policy, scorer_for
 from dscale.speculation.costs import ReplayCosts
-from dscale.speculation.policies import Policy
+from dscale.speculation.policies import Policy, Scorer
 from dscale.speculation.predictor import Predictor, read_config
 from dscale.speculation.state import DeviceState, Models
 
@@ -79,6 +79,7 @@ class LLM:
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
         self.drafter = self._load_drafter(drafter, device)
         self.predictor = self._find_predictor(predictor)
+        self._scorers: dict[tuple[str, int], Scorer | None] = {}
         self.engine = self._build_engine(recorder)
         self._requests = 0
 
@@ -122,30 +123,61 @@ class LLM:
         scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
         worker = Worker(models, state)
         on_gpu = worker.device.type == "cuda"
-        captured = on_gpu and self.config.graphs and recorder is None and capturable(models)
-        worker.policy = self._policy(worker, width, captured)
+        self._captured = on_gpu and self.config.graphs and recorder is None and capturable(models)
+        worker.policy = self._policy(worker, width, self.speculation)
         if recorder is not None:
             worker.policy = recorder.attach(worker.policy, target)
-        worker.serve(self.config.max_requests, captured)
-        if worker.graphs is not None:
-            worker.graphs.prepare(timed=isinstance(worker.policy, Auto))
+        self._ready(worker)
         lag = int(on_gpu) if self.config.lag is None else self.config.lag
         return Engine(worker, scheduler, self.loaded.tokenizer, length, lag, recorder)
 
-    def _policy(self, worker: Worker, width: int, captured: bool) -> Policy:
-        """captured: the sizes of steps are few and known beforehand."""
-        scorer = None
-        if self.drafter is not None:
-            bound = drafter_hash(self._drafter_source)
-            scorer = scorer_for(self.speculation, self.predictor, bound, width, self.loaded.model)
-        policy = "off" if self.drafter is None else self.speculation.policy
-        slots, device = self.speculation.slots, worker.device
-        if not captured:
+    def _ready(self, worker: Worker) -> None:
+        """Ring and graphs for the policy in force; on a CPU there is nothing to do."""
+        worker.serve(self.config.max_requests, self._captured)
+        if worker.graphs is not None:
+            worker.graphs.prepare(timed=isinstance(worker.policy, Auto))
+
+    def _policy(self, worker: Worker, width: int, speculation: SpeculationConfig) -> Policy:
+        """On a GPU with graphs the sizes of steps are few and known beforehand."""
+        scorer = self._scorer(speculation, width) if self.drafter is not None else None
+        policy = "off" if self.drafter is None else speculation.policy
+        slots, device = speculation.slots, worker.device
+        if not self._captured:
             return build_policy(policy, width, slots, scorer, worker.costs, device.type == "cpu", device=device)
         costs = ReplayCosts(worker.replay_seconds)
         made = build_policy(policy, width, slots, scorer, costs, False, BUDGETS, device)
         costs.shapes = made.shapes
         return made
+
+    def _scorer(self, speculation: SpeculationConfig, width: int) -> Scorer | None:
+        """Made once for each kind of policy and width: one that learns keeps what it learned."""
+        key = speculation.policy.partition(":")[0], width
+        if key not in self._scorers:
+            bound = drafter_hash(self._drafter_source)
+            self._scorers[key] = scorer_for(speculation, self.predictor, bound, width, self.loaded.model)
+        return self._scorers[key]
+
+    def switch(self, policy: str, slots: float | None = None, width: int | None = None) -> str:
+        """Change the policy for the steps to come, also while requests run; None keeps what is in force.
+
+        Returns the name of the policy now in force. Speed changes by it, text does not. InputError, and no change, for
+        a policy that needs a drafter or predictor that is not loaded, or blocks wider than the engine's.
+        """
+        before, engine = self.speculation, self.engine
+        wanted = SpeculationConfig(policy, width or before.width, slots or before.slots, before.layout)
+        drafts = wanted.policy not in ("off", "auto")
+        require(self.drafter is not None or not drafts, f"policy {policy!r} needs a drafter; none is loaded")
+        most = engine.scheduler.lookahead
+        rows = wanted.width or most
+        require(rows <= most or self.drafter is None, f"width: {rows} is over the engine's block; at most {most}")
+        chosen = self._policy(engine.worker, rows, wanted)
+        recorder = engine.recorder
+        if recorder is not None and chosen.width == recorder.width:
+            chosen = recorder.attach(chosen, self.loaded.model)
+        engine.settle()
+        engine.worker.policy, self.speculation = chosen, wanted
+        self._ready(engine.worker)
+        return chosen.name
 
     def _fitting_pages(self, target: Target, length: int) -> int:
         """Pages for every request at full length, or what a share of free memory holds."""

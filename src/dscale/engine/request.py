@@ -9,6 +9,7 @@ from enum import StrEnum
 from dscale.config import PAGE_SIZE, SamplingParams
 from dscale.engine.pages import page_hash
 from dscale.engine.text import TextStream
+from dscale.speculation.grammar import CompiledGrammar
 
 
 class Status(StrEnum):
@@ -74,6 +75,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     text: TextStream | None = None
+    grammar: CompiledGrammar | None = None  # what its text has to be
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None

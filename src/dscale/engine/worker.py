@@ -118,7 +118,10 @@ class Worker:
         self.state.admit(request.row, request.params, request.seed, request.end_ids)
         self.state.edits.pop(request.row, None)
         if request.params.edits_logits:
-            edits = LogitEdits.begin(request.params, request.prompt, self.vocab_size, request.end_ids, self.device)
+            grammar = request.grammar.begin(request.end_ids) if request.grammar is not None else None
+            edits = LogitEdits.begin(
+                request.params, request.prompt, self.vocab_size, request.end_ids, self.device, grammar
+            )
             edits.commit(request.output)
             self.state.edits[request.row] = edits
         self._synced[request.row] = 0

@@ -3,7 +3,7 @@
 Row j of a request is edited as if drafts 1…j had been emitted, so speculation does not change the distribution. With
 c_v the times token v was emitted by then, in vLLM's order:
     masks         x_v = -inf where the mask forbids v
-    min_tokens    x_v = -inf for end tokens while fewer than min_tokens were emitted
+    min_tokens    x_v = -inf for end tokens while fewer than min_tokens were emitted, unless nothing else is allowed
     logit_bias    x_v += bias_v
     repetition    x_v = x_v / r if x_v > 0 else x_v · r          for v in the prompt or emitted
     frequency     x_v -= f · c_v
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dscale.config import SamplingParams, require
+from dscale.speculation.grammar import GrammarState
 
 AllowedMask = Callable[[Tensor], Tensor]  # drafts [k-1] int64 → bool [k, V], row j after drafts 1…j
 
@@ -29,7 +30,7 @@ class LogitEdits:
 
     counts [V] int32: times emitted; in_prompt [V] bool; seen [S] int64: the different ids of prompt and output;
     bias_ids, bias [B]; end_ids [E] int64: tokens that may end the text; emitted: tokens so far. The penalties are those
-    of `params`. allowed: an extra mask, None for no limit (a grammar's hook).
+    of `params`. allowed: an extra mask, None for no limit; with a grammar it is the grammar's.
     """
 
     params: SamplingParams
@@ -41,6 +42,7 @@ class LogitEdits:
     end_ids: Tensor
     emitted: int = 0
     allowed: AllowedMask | None = None
+    grammar: GrammarState | None = None
 
     @classmethod
     def begin(
@@ -50,8 +52,10 @@ class LogitEdits:
         vocab_size: int,
         end_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
+        grammar: GrammarState | None = None,
     ) -> LogitEdits:
-        """State before the first token. end_ids: end tokens and stop ids that min_tokens holds back.
+        """State before the first token. end_ids: end tokens and stop ids that min_tokens holds back. grammar: the
+        state, before the first token too, of the grammar that the text follows.
 
         Raises InputError when logit_bias names a token outside the vocabulary.
         """
@@ -69,6 +73,8 @@ class LogitEdits:
             bias_ids=torch.tensor(list(bias.keys()), dtype=torch.int64, device=device),
             bias=torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
             end_ids=torch.tensor(sorted(set(end_ids)), dtype=torch.int64, device=device),
+            allowed=grammar.allowed if grammar is not None else None,
+            grammar=grammar,
         )
 
     @property
@@ -80,6 +86,8 @@ class LogitEdits:
     def commit(self, tokens: Sequence[int]) -> None:
         """Note tokens that the request emitted."""
         self.emitted += len(tokens)
+        if self.grammar is not None:
+            self.grammar.commit(tokens)
         if not self.penalises or not tokens:
             return
         ids = torch.tensor(list(tokens), dtype=torch.int64, device=self.counts.device)
@@ -92,8 +100,10 @@ def apply_edits(logits: Tensor, state: LogitEdits, drafts: Tensor) -> Tensor:
     edited = logits.to(torch.float32, copy=True)
     if state.allowed is not None:
         edited.masked_fill_(~state.allowed(drafts), -torch.inf)
-    held_back = min(max(state.params.min_tokens - state.emitted, 0), edited.shape[0])
-    edited[:held_back, state.end_ids] = -torch.inf
+    held_back = edited[: max(state.params.min_tokens - state.emitted, 0)]
+    longer = held_back.index_fill(1, state.end_ids, -torch.inf)
+    # A complete text of a grammar can only end, also before min_tokens.
+    held_back.copy_(torch.where(longer.isneginf().all(-1, keepdim=True), held_back, longer))
     edited[:, state.bias_ids] += state.bias
     if state.penalises:
         apply_penalties(edited, state, drafts)

@@ -1,0 +1,95 @@
+"""Responses that outlive their first byte: server-sent events, and work that ends when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
+
+from dscale.serve.answers import event
+from dscale.serve.errors import ApiError
+
+T = TypeVar("T")
+STALLED = 60.0  # seconds a reader may leave one event unread before its stream is cut
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was ready."""
+
+
+async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Result of work, which is cancelled (ClientGone) as soon as the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. When the client goes or stops reading, `events` is closed at once.
+
+    An ApiError of the events becomes a last event in OpenAI's shape.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], log: dict[str, Any]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=HEADERS)
+        self._events, self._log = events, log
+
+    async def stream_response(self, send: Send) -> None:
+        """Send what comes until the end."""
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        self._log["error"] = "client_gone"  # unless it turns out otherwise
+        async with aclosing(self._events):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(send(start), STALLED)
+                try:
+                    async for piece in self._events:
+                        await asyncio.wait_for(_body(send, piece, True), STALLED)
+                    del self._log["error"]
+                except ApiError as error:
+                    self._log["error"] = error.code
+                    await asyncio.wait_for(_body(send, event(error.body()), True), STALLED)
+                await asyncio.wait_for(_body(send, b"", False), STALLED)
+
+
+async def _body(send: Send, body: bytes, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def first_of(events: AsyncGenerator[bytes, None], request: Request) -> AsyncGenerator[bytes, None]:
+    """The same events, of which the first has come: errors before it are still errors of the response."""
+
+    async def begin() -> bytes:
+        return await anext(events)
+
+    try:
+        first = await watched(request, begin())
+    except BaseException:
+        await events.aclose()
+        raise
+    return _rejoined(first, events)
+
+
+async def _rejoined(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        yield first
+        async for piece in events:
+            yield piece
