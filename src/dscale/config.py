@@ -175,6 +175,8 @@ class CacheConfig:
 class EngineConfig:
     """The engine: dtype, device, capacity. num_pages None sizes the cache from free memory.
 
+    graphs: on a GPU, decode steps are captured as CUDA graphs and replayed. lag: steps that may run before the tokens
+    of the one before are read: 1 keeps a GPU busy, 0 reads each step at once; None is 1 on a GPU and 0 on a CPU.
     On a GPU: attention_layout of verification and draft blocks, and deterministic attention, as of
     kernels.attention.AttentionOptions.
     """
@@ -188,11 +190,14 @@ class EngineConfig:
     memory_fraction: float = 0.3
     prefix_caching: bool = True
     seed: int = 0
+    graphs: bool = True
+    lag: int | None = None
     attention_layout: str = "packed"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         require(self.dtype in ("auto", *DTYPES), f"dtype: {self.dtype!r}; allowed are auto, {', '.join(DTYPES)}")
+        require(self.lag in (None, 0, 1), f"lag: {self.lag}; allowed are 0 and 1")
         require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
         require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")
@@ -290,6 +295,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the highest logit is taken."""
         return self.temperature == 0.0
+
+    @property
+    def needs_host(self) -> bool:
+        """True when a step needs the host's hand, so that it is neither captured nor read late: logits are edited, or
+        log-probabilities wanted."""
+        return self.edits_logits or self.logprobs is not None
 
     @property
     def edits_logits(self) -> bool:

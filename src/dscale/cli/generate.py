@@ -46,6 +46,7 @@ def generate(
     layout: o.Layout = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    graphs: o.Graphs = True,
     max_tokens: o.MaxTokens = 256,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
@@ -71,7 +72,7 @@ def generate(
     recorder = new_recorder() if record is not None else None
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
-        dtype=dtype, device=device, max_requests=max_requests, recorder=recorder,
+        dtype=dtype, device=device, max_requests=max_requests, recorder=recorder, graphs=graphs,
         simulate=o.simulated(simulate),
     )  # fmt: skip
     pending = [row for row in rows if row.id not in done]

@@ -30,6 +30,7 @@ Slots = Annotated[float, typer.Option("--slots", help="Rows verified per request
 Layout = Annotated[str | None, typer.Option("--layout", help="Anchor layout of the drafter: 1+N or anchor-first.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Graphs = Annotated[bool, typer.Option("--graphs/--no-graphs", help="On a GPU: capture decode steps as CUDA graphs.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens up to this mass.")]

@@ -1,4 +1,12 @@
-"""The engine: requests in, tokens out. One `step` is a plan of the scheduler, its prefill, one decode step, commits."""
+"""The engine: requests in, tokens out. One `step` is a plan of the scheduler, its prefill, one decode step, commits.
+
+With lag 1 the decode step is started and the one before it committed while it runs. What the host learns late:
+- a request that ended in step t takes part in step t + 1, where the device gives it no rows (end token, cap) or its
+  tokens are dropped (stop string, abort). Its pages and its row are free at the commit of t: whatever uses them next
+  comes later in the same stream.
+- pages are reserved two blocks ahead; before anything is preempted the step in flight is committed.
+- requests whose logits are edited or scored, and a recorder, need every token at once: while one is here, lag is 0.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from dscale.engine.recorder import Recorder
 from dscale.engine.request import FinishReason, Request, Status, StepRecord, TokenLogprob
 from dscale.engine.scheduler import Chunk, Scheduler
 from dscale.engine.text import TextStream
-from dscale.engine.worker import Decoded, Worker
+from dscale.engine.worker import Decoded, Launched, Worker
 from dscale.models.tokenizer import IncrementalDecoder, Tokenizer
 from dscale.speculation.policies import StepOutcome
 from dscale.speculation.sampling import RowLogprobs, logprobs
@@ -26,7 +34,8 @@ ALARM_PROGRESS = 1.1  # tokens a step that no drafter in order stays under
 
 @dataclass
 class EngineCounters:
-    """Sums over the engine's life. seconds: decode steps only."""
+    """Sums over the engine's life. decode_seconds: on a GPU by its own clock; prefill_seconds: of the host, which on a
+    GPU only starts the work."""
 
     steps: int = 0
     request_steps: int = 0
@@ -44,12 +53,21 @@ class EngineCounters:
 class Engine:
     """Continuous batching over one worker."""
 
-    def __init__(self, worker: Worker, scheduler: Scheduler, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        lag: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.worker, self.scheduler, self.tokenizer = worker, scheduler, tokenizer
-        self.max_model_len = max_model_len
+        self.max_model_len, self.lag, self.recorder = max_model_len, lag, recorder
         self.counters = EngineCounters()
-        self.recorder: Recorder | None = None
         self._live: dict[str, Request] = {}
+        self._in_flight: Launched | None = None
+        self._need_host = 0  # live requests with needs_host
         self._alarmed = False
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
@@ -81,6 +99,7 @@ class Engine:
             require(not params.stop, "stop: stop strings need a tokenizer; this model has none")
         self.scheduler.add(request)
         self._live[request_id] = request
+        self._need_host += params.needs_host
         return request
 
     def _end_ids(self, request_id: str, params: SamplingParams) -> tuple[int, ...]:
@@ -107,13 +126,45 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One plan; returns the requests that emitted tokens or ended."""
+        late = self.lag == 1 and not self._need_host and self.recorder is None
+        done = [] if late else self._settle()
         plan = self.scheduler.schedule()
+        if plan is None:
+            done += self._settle()
+            plan = self.scheduler.schedule()
+        assert plan is not None, "with no step in flight every plan can be made"
         if plan.prefill:
             self._prefill(plan.prefill)
-        if not plan.decode:
+        started = self._launch(plan.decode) if plan.decode else None
+        if late:
+            done += self._settle()
+            self._in_flight = started
+        elif started is not None:
+            done += self._commit_step(started)
+        return done
+
+    def _launch(self, requests: list[Request]) -> Launched:
+        launched = self.worker.launch(requests)
+        for request in requests:
+            request.in_flight += 1
+        return launched
+
+    def _settle(self) -> list[Request]:
+        """Commit the step in flight, if there is one."""
+        launched, self._in_flight = self._in_flight, None
+        return [] if launched is None else self._commit_step(launched)
+
+    def _commit_step(self, launched: Launched) -> list[Request]:
+        """Read a step's results; requests that ended while it ran get nothing from it. The others are returned."""
+        requests = launched.requests
+        for request in requests:
+            request.in_flight -= 1
+        kept = [lane for lane, request in enumerate(requests) if request.status is not Status.FINISHED]
+        if not kept:
             return []
-        requests = plan.decode
-        decoded = self.worker.decode(requests)
+        decoded = self.worker.collect(launched)
+        if len(kept) < len(requests):
+            decoded, requests = decoded.only(kept), [requests[lane] for lane in kept]
         cut = [self._commit(request, decoded, lane) for lane, request in enumerate(requests)]
         self._learn(requests, decoded, cut)
         return requests
@@ -149,7 +200,7 @@ class Engine:
             request.first_token_at = time.perf_counter()
         kept, reason, stop = self._append(request, tokens)
         accepted = min(decoded.accepted[lane], kept)
-        drafted = decoded.result.draft.tokens.shape[1]
+        drafted = decoded.draft.tokens.shape[1]
         request.steps.append(StepRecord(kept, accepted, decoded.slots[lane], drafted))
         self._count(request.steps[-1])
         if request.params.logprobs is not None:
@@ -177,6 +228,7 @@ class Engine:
         return len(tokens), None, None
 
     def _read_logprobs(self, request: Request, decoded: Decoded, lane: int, kept: int) -> None:
+        assert decoded.result is not None, "a step whose log-probabilities are wanted is eager"
         scores, wanted = decoded.result.logprobs, request.params.logprobs
         assert scores is not None
         assert wanted is not None
@@ -204,11 +256,11 @@ class Engine:
         counters.shapes[key] = counters.shapes.get(key, 0) + 1
         plain = [not request.params.edits_logits for request in requests]
         clean = [one and not ended for one, ended in zip(plain, cut, strict=True)]
-        draft = decoded.result.draft
-        outcome = StepOutcome(shape, draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
+        outcome = StepOutcome(shape, decoded.draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
         self.worker.policy.observe(outcome)
         if self.recorder is not None:
-            self.recorder.record(requests, draft, plain)
+            assert decoded.result is not None, "with a recorder every step is eager"
+            self.recorder.record(requests, decoded.result.draft, plain)
         if not self._alarmed and counters.drafted_steps >= ALARM_STEPS:
             self._check_acceptance()
 
@@ -236,6 +288,7 @@ class Engine:
         if request.text is not None:
             request.text.finish()
         del self._live[request.id]
+        self._need_host -= request.params.needs_host
 
 
 def token_logprob(scores: RowLogprobs, row: int, token: int, count: int) -> TokenLogprob:

@@ -27,6 +27,7 @@ from dscale.config import (
     resolve_dtype,
 )
 from dscale.engine.engine import Engine
+from dscale.engine.graphs import BUDGETS
 from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
 from dscale.engine.pages import PagePool, pages_for
 from dscale.engine.recorder import Recorder
@@ -41,6 +42,7 @@ from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.models.shapes import is_shape, random_drafter_of
 from dscale.speculation.choose import build_policy, scorer_for
+from dscale.speculation.costs import ReplayCosts
 from dscale.speculation.policies import Policy
 from dscale.speculation.predictor import Predictor, random_predictor, read_config
 from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance
@@ -85,10 +87,7 @@ class LLM:
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
         self.drafter = self._load_drafter(drafter, device)
         self.predictor = self._find_predictor(predictor)
-        self.engine = self._build_engine()
-        if recorder is not None:
-            worker = self.engine.worker
-            worker.policy, self.engine.recorder = recorder.attach(worker.policy, self.loaded.model), recorder
+        self.engine = self._build_engine(recorder)
         self._requests = 0
 
     def _load_drafter(self, drafter: str | Drafter | None, device: str) -> Drafter | None:
@@ -119,7 +118,7 @@ class LLM:
             return random_predictor(self._width) if self.drafter else None
         return None if predictor == "none" else predictor
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self, recorder: Recorder | None) -> Engine:
         target = self.loaded.model
         limit = self.loaded.config.decoder.max_position
         length = limit if self.config.max_model_len is None else self.config.max_model_len
@@ -139,17 +138,31 @@ class LLM:
         pool = PagePool(CacheConfig(num_pages, self.config.prefix_caching))
         scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
         worker = Worker(models, state)
-        worker.policy = self._policy(worker, width)
-        return Engine(worker, scheduler, self.loaded.own_tokenizer, length)
+        on_gpu = worker.device.type == "cuda"
+        captured = on_gpu and self.config.graphs and recorder is None
+        worker.policy = self._policy(worker, width, captured)
+        if recorder is not None:
+            worker.policy = recorder.attach(worker.policy, target)
+        worker.serve(self.config.max_requests, captured)
+        if worker.graphs is not None:
+            worker.graphs.prepare()
+        lag = int(on_gpu) if self.config.lag is None else self.config.lag
+        return Engine(worker, scheduler, self.loaded.own_tokenizer, length, lag, recorder)
 
-    def _policy(self, worker: Worker, width: int) -> Policy:
+    def _policy(self, worker: Worker, width: int, captured: bool) -> Policy:
+        """captured: the sizes of steps are few and known beforehand."""
         scorer = None
         if self.drafter is not None:
             bound = drafter_hash(self._drafter_source) if isinstance(self.predictor, str) else ""  # slow when large
             scorer = scorer_for(self.speculation, self.predictor, bound, width, self.loaded.model)
         policy = "off" if self.drafter is None else self.speculation.policy
-        resizes = worker.device.type == "cpu"
-        return build_policy(policy, width, self.speculation.slots, scorer, worker.costs, resizes)
+        slots, device = self.speculation.slots, worker.device
+        if not captured:
+            return build_policy(policy, width, slots, scorer, worker.costs, device.type == "cpu", device=device)
+        costs = ReplayCosts(worker.replay_seconds)
+        made = build_policy(policy, width, slots, scorer, costs, False, BUDGETS, device)
+        costs.shapes = made.shapes
+        return made
 
     def _fitting_pages(self, target: Target, length: int) -> int:
         """Pages for every request at full length, or what a share of free memory holds."""

@@ -69,6 +69,7 @@ class Request:
     bound: bool = False  # whether that row holds this request's parameters and anchor yet
     cached_tokens: int = 0
     preemptions: int = 0
+    in_flight: int = 0  # decode steps that were started and whose tokens are not known yet
     steps: list[StepRecord] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -96,6 +97,10 @@ class Request:
     def remaining(self) -> int:
         """Output tokens it may still emit."""
         return self.cap - len(self.output)
+
+    def longest(self, width: int) -> int:
+        """Most tokens it may have by now, when a step in flight emits at most `width`."""
+        return min(self.length + self.in_flight * width, len(self.prompt) + self.cap)
 
     def page_digests(self, tokens: int) -> list[bytes]:
         """Digests of the full pages within the first `tokens` tokens."""

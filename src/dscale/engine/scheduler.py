@@ -63,9 +63,14 @@ class Scheduler:
         """True while any request waits or runs."""
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> Plan:
-        """The next step. Running requests come first; when pages run out the youngest gives up its own."""
-        self._grow_running()
+    def schedule(self) -> Plan | None:
+        """The next step. Running requests come first; when pages run out the youngest gives up its own.
+
+        A request in a step not read yet gets pages for that step's tokens too, two blocks ahead. None: pages ran out
+        while such steps are in flight; read them and ask again, so that no request is preempted that may have ended.
+        """
+        if not self._grow_running():
+            return None
         self._admit()
         plan = Plan()
         budget = self.max_prefill_tokens
@@ -74,15 +79,19 @@ class Scheduler:
             if length > 0:
                 plan.prefill.append(Chunk(request, request.committed, length))
                 budget -= length
-            if request.prefill_left == length:
+            if request.prefill_left == length and request.remaining > request.in_flight:
                 plan.decode.append(request)
         return plan
 
-    def _grow_running(self) -> None:
-        """Give each running request pages for its next block, oldest first."""
+    def _grow_running(self) -> bool:
+        """Give each running request pages for its next block, oldest first; False when steps in flight forbid it."""
         for request in list(self.running):
-            while request in self.running and not self._reserve(request, request.length + self.lookahead):
+            reach = request.longest(self.lookahead) + self.lookahead
+            while request in self.running and not self._reserve(request, reach):
+                if any(one.in_flight for one in self.running):
+                    return False
                 self._preempt(self.running[-1])
+        return True
 
     def _reserve(self, request: Request, tokens: int) -> bool:
         missing = pages_for(tokens) - len(request.pages)

@@ -5,8 +5,9 @@ speculation at all (dscale.md §5).
     speed(off)  = N / t(N, 1, N)
 
 Before the draft, width and budget are chosen by the survival rows q of recent drafts, so no step waits for its own
-draft to be sized. Where nothing is gained by fixed sizes (on a CPU), the budget is chosen again once q is known: a slot
-is verified while it promises more tokens a second than the step as a whole, the rule that maximises the long-run rate.
+draft to be sized. Where steps are captured as graphs, blocks are whole and the budget is one of a few, each timed by
+its own replays. Where nothing is gained by fixed sizes (on a CPU), the budget is chosen again once q is known: a slot is
+verified while it promises more tokens a second than the step as a whole, the rule that maximises the long-run rate.
 """
 
 from __future__ import annotations
@@ -75,16 +76,26 @@ class Auto(Policy):
     """Chooses width and budget by measured step times and recent acceptance.
 
     full scores blocks of the drafter's whole width, narrow the others. resizes: the budget may follow each draft.
+    budgets: rows a request to choose from, in whole blocks (captured steps); (): any, in blocks of any width.
     """
 
     name = "auto"
 
-    def __init__(self, full: Scorer, narrow: Scorer, width: int, costs: StepCosts, resizes: bool) -> None:
+    def __init__(
+        self,
+        full: Scorer,
+        narrow: Scorer,
+        width: int,
+        costs: StepCosts,
+        resizes: bool,
+        budgets: tuple[int, ...] = (),
+    ) -> None:
         self.full, self.narrow, self.width, self.costs, self.resizes = full, narrow, width, costs, resizes
-        self.widths = [one for one in WIDTHS if one < width] + [width]
+        self.budgets = sorted({min(budget, width) for budget in budgets})
+        self.widths = [width] if budgets else [one for one in WIDTHS if one < width] + [width]
         self._recent = RecentDrafts(width)
         self._trust = {one: np.array([PRIOR_DRAFTS, PRIOR_DRAFTS]) for one in (full, narrow)}  # accepted, predicted
-        self._choice = StepShape(width=1, head=0, rows=1)
+        self._choice = self._shape(1, 1, 1)
         self._speed = 0.0  # tokens a second that the choice promises
         self._live, self._age, self._unprobed, self._probe_after = 0, 0, 0, float(PROBE_EVERY)
 
@@ -96,8 +107,16 @@ class Auto(Policy):
             return self._choice
         return self._probe(live)
 
+    def shapes(self, live: int) -> list[StepShape]:
+        return [self._shape(live, 1, 1), *(self._shape(live, self.width, slots) for slots in self.budgets)]
+
+    def _shape(self, live: int, width: int, slots: float) -> StepShape:
+        return StepShape(width=width, head=width - 1, rows=round(slots * live), share=slots)
+
     def _probe(self, live: int) -> StepShape:
         """A wider block than the choice, to see what lies beyond it; a cheap one where nothing is drafted."""
+        if self.budgets:
+            return self._shape(live, self.width, self.budgets[0])
         width = min(4, self.width) if self._choice.width == 1 else self.width
         return StepShape(width=width, head=width - 1, rows=max(live * min(width, 3), self._choice.rows))
 
@@ -105,14 +124,13 @@ class Auto(Policy):
         """Choose width and budget for `live` requests from recent drafts."""
         self._live, self._age = live, 0
         survival = self._recent.table()
-        off = StepShape(width=1, head=0, rows=live)
-        options = [(live / float(self.costs.times(live, 1, float(live))), off)]
+        options = [(live / float(self.costs.times(live, 1, float(live))), self._shape(live, 1, 1))]
         for width in self.widths:
             slots, tokens = self._expected(width, survival[:, : width - 1])
             rows = np.round(slots * live)
             speeds = live * tokens / self.costs.times(live, width, rows)
             top = int(speeds.argmax())
-            options.append((float(speeds[top]), StepShape(width=width, head=width - 1, rows=int(rows[top]))))
+            options.append((float(speeds[top]), self._shape(live, width, float(slots[top]))))
         self._speed = max(speed for speed, _ in options)
         self._choice = [shape for speed, shape in options if speed >= TIE * self._speed][-1]
         probe = self._probe(live)
@@ -124,7 +142,8 @@ class Auto(Policy):
         gains = np.sort(survival, axis=None)[::-1].cumsum()
         taken = np.unique(np.linspace(0, len(gains), 61).astype(int))
         gained = np.concatenate([[0.0], gains])[taken] * self._calibration(width)
-        return 1 + taken / len(survival), 1 + gained / len(survival)
+        slots, tokens = 1 + taken / len(survival), 1 + gained / len(survival)
+        return (np.array(self.budgets), np.interp(self.budgets, slots, tokens)) if self.budgets else (slots, tokens)
 
     def _scorer(self, width: int) -> Scorer:
         return self.full if width == self.width else self.narrow
@@ -153,7 +172,7 @@ class Auto(Policy):
             return live.long()
         if live.shape[0] == 1:  # nothing to share
             return live.long() * shape.rows
-        return allocate_exact(draft.survival, shape.rows, live)
+        return allocate_exact(draft.survival, shape.budget(live), live)
 
     def observe(self, outcome: StepOutcome) -> None:
         shape = outcome.shape

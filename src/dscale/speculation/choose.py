@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from dscale.config import SpeculationConfig, require
 from dscale.models.decoder import Target
 from dscale.speculation.auto import Auto
@@ -40,10 +42,20 @@ def projections_for(predictor: Predictor, target: Target) -> FeatureProjections 
     return FeatureProjections.build(target.head.weight, config.projection_seed) if config.projects else None
 
 
-def build_policy(name: str, width: int, slots: float, scorer: Scorer | None, costs: StepCosts, resizes: bool) -> Policy:
+def build_policy(
+    name: str,
+    width: int,
+    slots: float,
+    scorer: Scorer | None,
+    costs: StepCosts,
+    resizes: bool,
+    budgets: tuple[int, ...] = (),
+    device: torch.device | str = "cpu",
+) -> Policy:
     """The policy of this name (dscale.config.POLICIES) for blocks of `width` rows.
 
-    resizes: sizes of a step need not be known before its draft (no captured graphs).
+    resizes: sizes of a step need not be known before its draft. budgets: rows a request between which `auto` chooses,
+    where steps are captured; () leaves width and budget open.
     """
     kind, _, argument = name.partition(":")
     if kind == "off" or width == 1:
@@ -58,7 +70,9 @@ def build_policy(name: str, width: int, slots: float, scorer: Scorer | None, cos
     if kind == "dspark":
         return DSpark(scorer, width, costs)
     if kind == "auto":
-        narrow = scorer if isinstance(scorer, ConfidenceScorer) else ConfidenceScorer(ConfidenceModel.day_one(width))
-        return Auto(scorer, narrow, width, costs, resizes)
+        narrow = scorer
+        if not isinstance(scorer, ConfidenceScorer) and not budgets:  # the predictor is fitted for whole blocks
+            narrow = ConfidenceScorer(ConfidenceModel.day_one(width, device))
+        return Auto(scorer, narrow, width, costs, resizes, budgets)
     seeded = argument == "seeded"
     return SharedBudget(scorer, width, slots, allocate_seeded if seeded else allocate_exact, name)

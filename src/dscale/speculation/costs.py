@@ -68,3 +68,27 @@ class StepCosts:
         seen = min(seconds, 2.0 * (curves + max(before, 0.0))) - curves
         known = (drafted, live) in self._rest
         self._rest[(drafted, live)] = before + (self.SMOOTHING if known else 0.5) * (seen - before)
+
+
+class ReplayCosts(StepCosts):
+    """StepCosts whose curves are timed replays of captured steps: each bucket of requests has its own, and costs what
+    it costs however many of its lanes are live.
+
+    replay: (requests, shape) → seconds of the captured step that serves them; shapes: (requests) → those that exist.
+    """
+
+    def __init__(
+        self, replay: Callable[[int, StepShape], float], shapes: Callable[[int], list[StepShape]] | None = None
+    ) -> None:
+        super().__init__(_unknown, _unknown)
+        self.replay, self.shapes = replay, shapes
+
+    def _curves(self, live: int, width: int, rows: Numbers | float) -> Numbers:
+        assert self.shapes is not None, "the policy that uses these costs says which shapes there are"
+        timed = [(shape.share, self.replay(live, shape)) for shape in self.shapes(live) if shape.width == width]
+        shares, seconds = np.array(sorted(timed)).T
+        return np.asarray(np.interp(np.asarray(rows) / live, shares, seconds))
+
+
+def _unknown(rows: int) -> float:
+    raise AssertionError("captured steps are timed whole")

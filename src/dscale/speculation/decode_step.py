@@ -46,14 +46,14 @@ class StepResult:
 @torch.inference_mode()
 def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: Models, policy: Policy) -> StepResult:
     """Draft, decide, verify, accept and commit for every lane; the state moves on in place."""
-    lanes = work.lanes
+    lanes, live = work.lanes, work.running(state.remaining)
     context, anchor = state.length[lanes], state.anchor[lanes]
 
-    draft = draft_block(state, work, shape, models, policy, context, anchor)  # drafts (N, W-1), §2 features' inputs
+    draft = draft_block(state, work, shape, models, policy, context, anchor, live)  # drafts (N, W-1), q of §2
     if state.simulation is not None:
         draft = state.simulation.believe(draft, state.seed[lanes], context)
-    shape = policy.resize(draft, shape, work.live)
-    k = policy.lengths(draft, shape, work.live)  # q by the predictor, then the shared budget (§2)
+    shape = policy.resize(draft, shape, live)
+    k = policy.lengths(draft, shape, live)  # q by the predictor, then the shared budget (§2)
     # Flat rows, sentinels at the end (§2 Packing).
     packed, rows = pack_rows(k, shape.rows, anchor, draft.tokens, context, state.page_table, lanes)
 
@@ -79,6 +79,7 @@ def draft_block(
     policy: Policy,
     context: Tensor,
     anchor: Tensor,
+    live: Tensor,
 ) -> Draft:
     """One parallel pass of the drafter over [anchor, mask, …]; the block's keys use the slots after the context."""
     count, width = work.count, shape.width
@@ -101,12 +102,13 @@ def draft_block(
         max_rows=queries,
         max_context=work.max_context,
         causal=config.causal,
+        arrivals=work.arrivals,
         options=models.attention,
     )
     attend = PagedAttention(config.decoder, models.draft_cache, models.draft_table, batch)
     hidden = models.drafter(models.target.embed(ids.flatten()), attend).view(count, queries, -1)
     hidden = hidden[:, queries - width + 1 : queries - width + 1 + shape.head]  # 1+N drops slot 0
-    return policy.read_draft(hidden, models.target, work.live, state.initial[work.lanes])
+    return policy.read_draft(hidden, models.target, live, state.initial[work.lanes])
 
 
 def verify(
@@ -131,6 +133,7 @@ def verify(
         contexts=context,
         max_rows=width,
         max_context=work.max_context,
+        arrivals=work.arrivals,
         options=models.attention,
     )
     attend = PagedAttention(models.target.config.decoder, models.target_cache, models.target_table, batch)

@@ -25,11 +25,13 @@ from dscale.speculation.budget import allocate_exact
 from dscale.speculation.confidence import signals
 from dscale.speculation.costs import StepCosts
 from dscale.speculation.policies import Draft, Policy, Scorer, StepOutcome
+from dscale.speculation.transfer import place_tensor
 from dscale.speculation.workspace import StepShape
 
 TEMPERATURES = np.exp(np.linspace(np.log(0.25), np.log(8.0), 57))
-BUCKET = 8  # rows between token buckets
-DELAY = 2  # steps between the scores that size a step and the step
+BUCKET = 8  # rows between token buckets, on recorded traces
+SHARES = (1, 2, 4, 6, 8, 10, 12, 16)  # rows a request of the token buckets served: each is a captured step
+DELAY = 2  # steps between the scores that size a step and the step (a step more where results are read late)
 FIRST_FIT, LAST_FIT = 32, 1024  # steps before the first fit of the temperatures; at most so many between two
 KEPT = 2048  # verified blocks that a fit looks at
 Ints = NDArray[np.int64]
@@ -62,10 +64,10 @@ def fit_temperatures(odds: Tensor, accepted: Ints, slots: Ints) -> Floats:
     return out
 
 
-def token_buckets(lanes: int, width: int, step: int = BUCKET) -> Ints:
-    """Rows of a step, ascending: `lanes`, the multiples of `step` above it, and lanes · width."""
+def token_buckets(lanes: int, width: int) -> Ints:
+    """Rows of a step, ascending: `lanes`, the multiples of BUCKET above it, and lanes · width."""
     top = lanes * width
-    between = np.arange(step, top, step)
+    between = np.arange(BUCKET, top, BUCKET)
     return np.concatenate([[lanes], between[between > lanes], [top]]).astype(np.int64)
 
 
@@ -122,7 +124,7 @@ class TemperedScorer(Scorer):
             np.concatenate([getattr(one, name) for one in self._blocks]) for name in ("accepted", "slots")
         )
         if len(odds):  # in place: a captured step reads this very tensor
-            self.temperatures.copy_(torch.from_numpy(fit_temperatures(odds, accepted, slots)))
+            place_tensor(torch.from_numpy(fit_temperatures(odds, accepted, slots)), self.temperatures)
 
 
 class DSpark(Policy):
@@ -132,27 +134,34 @@ class DSpark(Policy):
 
     def __init__(self, scorer: Scorer, width: int, costs: StepCosts) -> None:
         self.scorer, self.width, self.costs = scorer, width, costs
+        self.shares = sorted({min(share, width) for share in (*SHARES, width)})
         self._recent: deque[NDArray] = deque(maxlen=DELAY)  # q [N, W] of past steps
 
     def shape(self, live: int) -> StepShape:
-        return StepShape(width=self.width, head=self.width - 1, rows=self._rows(live))
+        return self._shape(live, self._share(live))
 
-    def _rows(self, live: int) -> int:
+    def shapes(self, live: int) -> list[StepShape]:
+        return [self._shape(live, share) for share in self.shares]
+
+    def _shape(self, live: int, share: int) -> StepShape:
+        return StepShape(width=self.width, head=self.width - 1, rows=live * share, share=share)
+
+    def _share(self, live: int) -> int:
         if len(self._recent) < DELAY:
-            return live * self.width
-        buckets = token_buckets(live, self.width, max(BUCKET, live))
+            return self.width
+        buckets = live * np.array(self.shares)
         per_second = 1.0 / self.costs.times(live, self.width, buckets.astype(np.float64))
         q = self._recent[0]
         if len(q) != live:  # requests came or went: as many rows of the same kind
             q = q[np.arange(live) * len(q) // live]
-        return int(best_bucket(q[None], buckets, per_second)[0])
+        return int(best_bucket(q[None], buckets, per_second)[0]) // live
 
     def read_draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         return self.scorer.read(hidden, target, live, initial)
 
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         assert draft.survival is not None
-        return allocate_exact(draft.survival, shape.rows, live)
+        return allocate_exact(draft.survival, shape.budget(live), live)
 
     def observe(self, outcome: StepOutcome) -> None:
         lanes = len(outcome.slots)

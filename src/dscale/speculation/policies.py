@@ -25,9 +25,10 @@ from dscale.speculation.confidence import ConfidenceModel
 from dscale.speculation.features import FeatureProjections
 from dscale.speculation.predictor import Predictor
 from dscale.speculation.survival import predicted_survival
+from dscale.speculation.transfer import place_tensor
 from dscale.speculation.workspace import StepShape
 
-Allocate = Callable[[Tensor, int, Tensor], Tensor]  # (q [N, W], total slots, live [N]) → k [N]
+Allocate = Callable[[Tensor, Tensor | int, Tensor], Tensor]  # (q [N, W], total slots, live [N]) → k [N]
 
 
 @dataclass
@@ -70,7 +71,14 @@ class Policy(ABC):
 
     @abstractmethod
     def shape(self, live: int) -> StepShape:
-        """Size of the next step for `live` requests; decided on the host, without reading the device."""
+        """Size of the next step for `live` requests; decided on the host, without reading the device.
+
+        Its share makes the like step of a captured bucket (StepShape.over), so there should be few shares.
+        """
+
+    def shapes(self, live: int) -> list[StepShape]:
+        """Every size that `shape` may ask for with `live` requests, for capturing them beforehand."""
+        return [self.shape(live)]
 
     def read_draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         """Drafts from hidden rows [N, D, H] of the drafter: the head's top-1, and signals where the policy wants them.
@@ -89,7 +97,7 @@ class Policy(ABC):
         """k int64 [N]: rows to verify per lane, anchor included, in all at most shape.rows; 0 on lanes not live."""
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a finished step."""
+        """Learn from a finished step; where results are read late, one step after the next was sized."""
         return
 
 
@@ -99,7 +107,7 @@ class Off(Policy):
     name = "off"
 
     def shape(self, live: int) -> StepShape:
-        return StepShape(width=1, head=0, rows=live)
+        return StepShape(width=1, head=0, rows=live, share=1)
 
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         return live.long()
@@ -114,8 +122,8 @@ class Fixed(Policy):
 
     def shape(self, live: int) -> StepShape:
         if self.rows == 1:
-            return StepShape(width=1, head=0, rows=live)
-        return StepShape(width=self.width, head=self.rows - 1, rows=live * self.rows)
+            return StepShape(width=1, head=0, rows=live, share=1)
+        return StepShape(width=self.width, head=self.rows - 1, rows=live * self.rows, share=self.rows)
 
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         return live.long() * (shape.head + 1)
@@ -156,7 +164,9 @@ class ConfidenceScorer(Scorer):
     REFIT_EVERY = 12  # steps
 
     def __init__(self, model: ConfidenceModel) -> None:
-        self.model = model
+        self.model = model  # what drafts are scored with
+        on_host = model.weight.device.type == "cpu"
+        self.learner = model if on_host else ConfidenceModel.day_one(model.width)  # what is refit
         self._pending: list[StepOutcome] = []
 
     def read(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
@@ -173,6 +183,8 @@ class ConfidenceScorer(Scorer):
         pending, self._pending = self._pending, []
         for width in {one.shape.width for one in pending}:
             self._learn([one for one in pending if one.shape.width == width])
+        if self.learner is not self.model:
+            place_tensor(self.learner.weight, self.model.weight)
 
     def _learn(self, rows: list[StepOutcome]) -> None:
         tops = [row.draft.top for row in rows if row.draft.top is not None]
@@ -182,7 +194,7 @@ class ConfidenceScorer(Scorer):
         accepted = torch.tensor([one for row in rows for one in row.accepted], device=device)[clean]
 
         top = TopLogits(*(torch.cat([getattr(top, field.name) for top in tops])[clean] for field in fields(TopLogits)))
-        self.model.observe(top, accepted, slots)
+        self.learner.observe(top, accepted, slots)
 
 
 class SharedBudget(Policy):
@@ -194,14 +206,14 @@ class SharedBudget(Policy):
 
     def shape(self, live: int) -> StepShape:
         rows = min(max(round(self.slots * live), live), live * self.width)
-        return StepShape(width=self.width, head=self.width - 1, rows=rows)
+        return StepShape(width=self.width, head=self.width - 1, rows=rows, share=self.slots)
 
     def read_draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         return self.scorer.read(hidden, target, live, initial)
 
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         assert draft.survival is not None
-        return self.allocate(draft.survival, shape.rows, live)
+        return self.allocate(draft.survival, shape.budget(live), live)
 
     def observe(self, outcome: StepOutcome) -> None:
         self.scorer.observe(outcome)

@@ -17,6 +17,7 @@ from dscale.models.drafter import Drafter
 from dscale.speculation.edits import LogitEdits
 from dscale.speculation.sampling import RowParams
 from dscale.speculation.simulated import Simulation
+from dscale.speculation.transfer import place
 
 MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
 
@@ -97,12 +98,17 @@ class DeviceState:
         self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
         self.end_ids[row] = -1
         if end_ids:
-            self.end_ids[row, : len(end_ids)] = torch.tensor(list(end_ids), device=self.end_ids.device)
+            self.end_ids[row, : len(end_ids)] = place(list(end_ids), torch.int64, self.end_ids.device)
 
     def set_pages(self, row: int, pages: Sequence[int], start: int = 0) -> None:
         """Pages of a request from index `start` on."""
         fresh = torch.tensor(pages[start:], dtype=torch.int32)
         self.page_table[row, start : len(pages)] = fresh.to(self.page_table.device)
+
+    def set_page_entries(self, rows: Sequence[int], columns: Sequence[int], pages: Sequence[int]) -> None:
+        """page_table[rows, columns] = pages, for entries of any requests at once."""
+        entries = place([rows, columns, pages], torch.int64, self.page_table.device)
+        self.page_table[entries[0], entries[1]] = entries[2].int()
 
     def set_anchor(self, row: int, length: int, anchor: int, remaining: int, initial: bool) -> None:
         """Committed length, the token that follows it, how many output tokens are left, and whether none was made."""

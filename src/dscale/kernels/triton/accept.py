@@ -44,11 +44,12 @@ def _accept(
         left = tl.load(remaining + owner)
         clipped = tl.minimum(tl.minimum(emitted.to(tl.int64), tl.maximum(left, 0)), until_end)
         tl.store(clipped_out + lane, clipped)
-        tl.store(finished_out + lane, (emitted > 0) & ((clipped == until_end) | (clipped >= left)))
+        finished = (emitted > 0) & ((clipped == until_end) | (clipped >= left))
+        tl.store(finished_out + lane, finished)
         if COMMIT:  # lanes not in use share a row that nobody reads
             tl.store(length + owner, tl.load(context + lane) + clipped)
             tl.store(anchor + owner, tl.where(alive, last, 0))
-            tl.store(remaining + owner, left - clipped)
+            tl.store(remaining + owner, tl.where(finished, 0, left - clipped))
             tl.store(initial + owner, 0)
 
 

@@ -1,0 +1,238 @@
+"""Whole decode steps captured as CUDA graphs: one a (request bucket, size of the step, greedy or sampled).
+
+A step reads and writes device memory of fixed addresses only: state, caches, weights, and one workspace whose first
+N_bs lanes are what the bucket of N_bs sees. Between replays lanes, lengths, pages and anchors change by small copies in
+the same stream. All graphs share one memory pool. Lanes not in use point to the scratch row, which owns the scratch
+page, and are not live: they take no verification rows.
+
+What captures and replays is a parameter (CaptureBackend), so that a CPU can prove the workspace complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from dscale.config import PAGE_SIZE
+from dscale.engine.results import Outputs
+from dscale.kernels.attention import arrival_counters
+from dscale.speculation.decode_step import decode_step
+from dscale.speculation.policies import Policy
+from dscale.speculation.state import DeviceState, Models
+from dscale.speculation.workspace import StepShape, Workspace
+
+BUDGETS = (4, 6, 8, 12, 16)  # rows a request between which `auto` chooses (dscale.md §5)
+TIMED_REPLAYS = 12
+TYPICAL_CONTEXT = 256  # committed tokens of the lanes in a timed replay
+Step = Callable[[], Outputs]
+
+
+def buckets(most: int) -> list[int]:
+    """Captured numbers of requests: 1, 2, 4, 8, then in halves of powers of two, multiples of 8, up to `most`."""
+    sizes = [1, 2, 4, 8] + [size for power in range(4, 31) for size in (1 << power, 3 << (power - 1))]
+    return [size for size in sizes if size < most] + [most]
+
+
+class CaptureBackend(Protocol):
+    """Captures a step that reads and writes fixed memory."""
+
+    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+        """Warm the step up, capture it; its outputs, which stay where they are, and the replay that fills them."""
+        ...
+
+    def seconds(self, before: Callable[[], None], replay: Callable[[], None], repeats: int) -> float:
+        """Median seconds of a replay, each right after `before`."""
+        ...
+
+    def free(self) -> int:
+        """Bytes free on the device, or 0 where nobody counts."""
+        ...
+
+
+class CudaCapture:
+    """CUDA graphs out of one memory pool, captured on one side stream."""
+
+    WARM = 2  # runs before a capture: kernels are compiled and cuBLAS takes its workspace outside of it
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for _ in range(self.WARM):
+                step()
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            outputs = step()
+        return outputs, graph.replay
+
+    def seconds(self, before: Callable[[], None], replay: Callable[[], None], repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            before()
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            replay()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended) / 1e3)
+        return statistics.median(times)
+
+    def free(self) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+@dataclass
+class GraphCounters:
+    """What capturing has cost, and what was captured. memory: bytes; seconds: warm-up and capture; timing: replays."""
+
+    graphs: int = 0
+    memory: int = 0
+    seconds: float = 0.0
+    timing: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.graphs} step graphs, {self.memory / 2**20:.0f} MiB, captured in {self.seconds:.1f} s"
+
+
+@dataclass
+class Captured:
+    """One captured step."""
+
+    outputs: Outputs
+    replay: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which captured step: lanes N_bs, size over these lanes, and whether every request is greedy."""
+
+    lanes: int
+    shape: StepShape
+    all_greedy: bool
+
+
+@dataclass
+class GraphRunner:
+    """Replays the captured step that fits, capturing it first where it was never needed before.
+
+    most: requests that may decode together.
+    """
+
+    state: DeviceState
+    models: Models
+    policy: Policy
+    most: int
+    backend: CaptureBackend
+    counters: GraphCounters = field(default_factory=GraphCounters)
+
+    def __post_init__(self) -> None:
+        device = self.state.length.device
+        self.sizes = buckets(self.most)
+        self.work = Workspace.fixed(
+            self.most, self.state.scratch_row, self.state.page_table.shape[1] * PAGE_SIZE, self._arrivals(), device
+        )
+        self._captured: dict[Key, Captured] = {}
+        self._seconds: dict[Key, float] = {}
+        self._loaded: list[int] = []
+
+    def _arrivals(self) -> torch.Tensor | None:
+        device = self.state.length.device
+        if device.type != "cuda":
+            return None
+        decoders = [self.models.target.config.decoder]
+        if self.models.drafter is not None:
+            decoders.append(self.models.drafter.config.decoder)
+        heads = max(decoder.num_heads for decoder in decoders)
+        return arrival_counters(self.most, self.policy.width + 1, heads, device)
+
+    def bucket(self, live: int) -> int:
+        """N_bs, the smallest captured number of lanes that holds `live` requests."""
+        return next(size for size in self.sizes if size >= live)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[int], shape: StepShape, all_greedy: bool) -> Outputs:
+        """One step of the requests on these state rows; shape as the policy gave it for their number. The first
+        len(rows) lanes of the outputs are theirs, until the next step."""
+        captured = self._find(self._key(len(rows), shape, all_greedy))
+        self._load(rows)
+        captured.replay()
+        return captured.outputs
+
+    def prepare(self, all_greedy: bool = True) -> GraphCounters:
+        """Capture every size the policy may ask for, largest bucket first, so that smaller ones find their memory."""
+        for lanes in reversed(self.sizes):
+            for shape in self.policy.shapes(lanes):
+                self._find(self._key(lanes, shape, all_greedy))
+        logging.getLogger("dscale").info("%s", self.counters)
+        return self.counters
+
+    def seconds(self, live: int, shape: StepShape) -> float:
+        """Seconds of the greedy step of this shape with every lane of its bucket live, timed once."""
+        key = self._key(live, shape, True)
+        if key not in self._seconds:
+            self._seconds[key] = self._time(key)
+        return self._seconds[key]
+
+    def _key(self, live: int, shape: StepShape, all_greedy: bool) -> Key:
+        lanes = self.bucket(live)
+        return Key(lanes, shape.over(lanes), all_greedy)
+
+    def _load(self, rows: Sequence[int]) -> None:
+        if rows != self._loaded:
+            self.work.load(rows, self.state.scratch_row)
+            self._loaded = list(rows)
+
+    def _find(self, key: Key) -> Captured:
+        found = self._captured.get(key)
+        if found is None:
+            found = self._captured[key] = self._capture(key)
+        return found
+
+    @torch.inference_mode()
+    def _capture(self, key: Key) -> Captured:
+        """Capture while no lane is live, so that the warm-up moves nobody on."""
+        self._load([])
+        work = self.work.view(key.lanes, key.all_greedy)
+        free, began = self.backend.free(), time.perf_counter()
+
+        def step() -> Outputs:
+            return Outputs.pack(decode_step(self.state, work, key.shape, self.models, self.policy))
+
+        captured = Captured(*self.backend.capture(step))
+        self.counters.graphs += 1
+        self.counters.seconds += time.perf_counter() - began
+        self.counters.memory += max(free - self.backend.free(), 0)
+        logging.getLogger("dscale").debug("captured %s; in all %s", key, self.counters)
+        return captured
+
+    @torch.inference_mode()
+    def _time(self, key: Key) -> float:
+        """Every lane live on the scratch row, which stands for a request of a typical length."""
+        captured, began = self._find(key), time.perf_counter()
+        scratch, state = self.state.scratch_row, self.state
+        context = min(TYPICAL_CONTEXT, self.work.max_context // 2)
+        self._load([])
+        self.work.live.fill_(True)
+
+        def rewind() -> None:
+            state.length[scratch] = context
+
+        try:
+            return self.backend.seconds(rewind, captured.replay, TIMED_REPLAYS)
+        finally:
+            self.work.live.fill_(False)
+            state.set_anchor(scratch, 0, 0, 1 << 40, False)
+            self.counters.timing += time.perf_counter() - began

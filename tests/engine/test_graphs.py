@@ -1,0 +1,221 @@
+"""Captured steps on a CPU: what a captured step reads and writes is all in fixed memory, so replays with changing
+lanes, lengths and pages give the tokens of eager steps.
+
+Two stand-ins for CUDA graphs. `Closure` calls the step again over the fixed workspace. `Traced` records the step's
+operations once, on tensors, as a CUDA graph records kernels: numbers of the host are frozen into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dscale.config import SamplingParams
+from dscale.engine.graphs import BUDGETS, GraphRunner, Step, buckets
+from dscale.engine.llm import LLM
+from dscale.engine.results import OutputRing, Outputs
+from dscale.kernels import native
+from dscale.kernels import triton as kernels
+from dscale.speculation.auto import Auto
+from dscale.speculation.costs import ReplayCosts
+from dscale.speculation.workspace import StepShape
+from tests.engine.test_lossless import GREEDY, POLICIES, SEEDED, engine, prompts, reference, tokens
+
+
+class Closure:
+    """Replays by calling the step again; its outputs go where the first ones are."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+        self.captures += 1
+        fixed = step()
+
+        def replay() -> None:
+            _overwrite(fixed, step())
+
+        return fixed, replay
+
+    def seconds(self, before: Callable[[], None], replay: Callable[[], None], repeats: int) -> float:
+        before()
+        replay()
+        return 0.01
+
+    def free(self) -> int:
+        return 0
+
+
+class Traced(Closure):
+    """Replays the operations that the capture saw, with whatever the host knew then."""
+
+    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+        self.captures += 1
+        kept: list[Outputs] = []
+
+        def traced() -> list[Tensor]:
+            outputs = step()
+            kept.append(outputs)
+            return [outputs.counts] + ([] if outputs.signals is None else [outputs.signals])
+
+        graph = make_fx(traced)()
+        first = graph()
+        fixed = replace(kept[0], counts=first[0], signals=first[1] if len(first) > 1 else None)
+
+        def replay() -> None:
+            now = graph()
+            _overwrite(fixed, replace(fixed, counts=now[0], signals=now[1] if len(now) > 1 else None))
+
+        return fixed, replay
+
+
+def _overwrite(fixed: Outputs, fresh: Outputs) -> None:
+    fixed.counts.copy_(fresh.counts)
+    if fixed.signals is not None:
+        fixed.signals.copy_(fresh.signals)
+
+
+def captured(llm: LLM, backend: Closure, most: int = 4) -> GraphRunner:
+    """Serve an LLM's steps from captured ones."""
+    worker = llm.engine.worker
+    worker.ring = OutputRing(most, worker.policy.width, worker.device)
+    worker.graphs = GraphRunner(worker.state, worker.models, worker.policy, most, backend)
+    return worker.graphs
+
+
+def fixed_auto(llm: LLM) -> None:
+    """`auto` as it is built for a GPU: whole blocks, few budgets, costs from replays."""
+    worker = llm.engine.worker
+    auto = worker.policy
+    costs = ReplayCosts(worker.replay_seconds)
+    worker.policy = Auto(auto.full, auto.full, auto.width, costs, False, BUDGETS)
+    costs.shapes = worker.policy.shapes
+
+
+def test_buckets_are_powers_of_two_and_steps_of_eight() -> None:
+    assert buckets(128) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+    assert buckets(5) == [1, 2, 4, 5]
+    assert buckets(1) == [1]
+    assert buckets(40)[-2:] == [32, 40]
+
+
+def test_rows_of_a_bucket_keep_the_share() -> None:
+    shape = StepShape(8, 7, 8, share=2.5)
+    assert shape.budget(torch.ones(3)) == 8
+    over = shape.over(4)
+    assert (over.rows, over.spare) == (10, True)
+    live = torch.tensor([True, True, True, False])
+    assert int(over.budget(live)) == 8
+    assert int(StepShape(8, 7, 24, share=8).over(4).budget(live)) == 24
+    assert StepShape(1, 0, 3, share=1).over(4).rows == 4
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("policy", ["off", *POLICIES])
+def test_replays_give_the_tokens_of_eager_steps(policy: str, sampled: bool, lag: int) -> None:
+    llm = engine("qwen3", policy, lag=lag, max_prefill_tokens=19)
+    if policy == "auto":
+        fixed_auto(llm)
+    graphs = captured(llm, Closure())
+    assert tokens(llm, prompts(8), SEEDED if sampled else GREEDY) == reference("qwen3", sampled)
+    assert graphs.counters.graphs >= 2
+    assert graphs.backend.captures == graphs.counters.graphs
+    assert llm.engine.scheduler.pool.held == 0
+    again = tokens(llm, prompts(8), SEEDED if sampled else GREEDY)
+    assert again == reference("qwen3", sampled)
+
+
+@pytest.mark.parametrize("policy", ["off", "full", "dvl", "dvl:seeded", "confidence", "auto"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+def test_nothing_of_the_host_is_frozen_into_a_step(policy: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "usable", lambda x: False)
+    if sampled:
+        monkeypatch.setattr("dscale.speculation.sampling.draw_on_cpu", None)
+        monkeypatch.setattr("dscale.speculation.decode_step.draw", draw_as_on_a_device)
+    llm = engine("qwen3", policy, lag=1, max_prefill_tokens=19, num_pages=24)
+    if policy == "auto":
+        fixed_auto(llm)
+    captured(llm, Traced())
+    assert tokens(llm, prompts(8), SEEDED if sampled else GREEDY) == reference("qwen3", sampled)
+
+
+def draw_as_on_a_device(logits: Tensor, rows, all_greedy: bool) -> Tensor:
+    from dscale.speculation.sampling import argmax, draw_on_device
+
+    greedy = argmax(logits)
+    return greedy if all_greedy else draw_on_device(logits, rows, greedy)
+
+
+def test_capture_moves_nobody_on() -> None:
+    llm = engine("llama", "dvl")
+    graphs = captured(llm, Closure())
+    state = llm.engine.worker.state
+    for row in range(4):
+        state.set_anchor(row, 20 + row, 3, 9, True)
+        state.set_pages(row, [3 * row + 1, 3 * row + 2, 3 * row + 3])
+    llm.engine.worker.models.target_cache.normal_()
+    before = {name: value.clone() for name, value in vars(state).items() if isinstance(value, Tensor)}
+    cache = llm.engine.worker.models.target_cache.clone()
+    graphs.prepare()
+    assert graphs.seconds(3, llm.engine.worker.policy.shape(3)) == 0.01
+    for name, value in before.items():
+        assert torch.equal(getattr(state, name)[:-1], value[:-1]), name
+    assert int(state.length[-1]) == 0
+    assert torch.equal(llm.engine.worker.models.target_cache[:, :, 1:], cache[:, :, 1:])
+    assert not graphs.work.live.any()
+
+
+def test_prepare_captures_every_size_once() -> None:
+    llm = engine("llama", "auto")
+    fixed_auto(llm)
+    backend = Closure()
+    graphs = captured(llm, backend)
+    graphs.prepare()
+    assert backend.captures == 3 * 4  # buckets 1, 2, 4; off and budgets 4, 6, 8 in blocks of 8
+    graphs.prepare()
+    assert backend.captures == 12
+    tokens(llm, prompts(8), GREEDY)
+    assert backend.captures == 12
+
+
+def test_requests_that_need_the_host_run_eagerly_among_captured_steps() -> None:
+    scored = replace(SEEDED, logprobs=1, presence_penalty=0.5)
+    params = [SEEDED, scored, SEEDED, SEEDED, scored, SEEDED, SEEDED, SEEDED]
+    plain = engine("llama", "full").generate(prompt_token_ids=prompts(8), sampling_params=params)
+    llm = engine("llama", "full", lag=1)
+    captured(llm, Closure())
+    outputs = llm.generate(prompt_token_ids=prompts(8), sampling_params=params)
+    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in plain]
+    assert len(outputs[1].outputs[0].logprobs) == 40
+
+
+def test_confidence_learns_from_what_the_ring_brings() -> None:
+    weights = []
+    for graphs in (False, True):
+        llm = engine("llama", "confidence", lag=1)
+        if graphs:
+            captured(llm, Closure())
+        tokens(llm, prompts(8), GREEDY)
+        weights.append(llm.engine.worker.policy.scorer.model.weight)
+    assert weights[0].tolist() != [0.0] * 7 + [1.0, 0.0]
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-4)
+
+
+def test_interpreted_kernels_replay_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="the triton package is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the kernels are compiled, not interpreted")
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=3)
+    rows = prompts(3)
+    expected = tokens(engine("qwen3", "dvl"), rows, params)
+    monkeypatch.setattr(native, "usable", lambda x: False)
+    monkeypatch.setattr(kernels, "usable", lambda x: not torch.is_grad_enabled())
+    llm = engine("qwen3", "dvl", lag=1)
+    captured(llm, Closure())
+    assert tokens(llm, rows, params) == expected
