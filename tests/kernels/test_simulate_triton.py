@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dscale.kernels import triton as kernels
 from dscale.speculation import ease
 from dscale.speculation.packing import pack
+from dscale.speculation.policies import Draft
 from dscale.speculation.simulated import ANCHOR, LENGTH, PLACE, DrawnSimulation, SimulatedAcceptance, SimulatedDraft
 
 pytest.importorskip("triton", reason="the triton package is not installed")
@@ -46,3 +48,16 @@ def test_rows(drafts: int) -> None:
     made = plain.rewrite(y, SimulatedDraft(tokens, length=length), packed, vocab)
     given = [one.to(DEVICE) for one in (y, tokens, length, packed.lane_of_row, packed.column_of_row)]
     assert simulate.rewrite(*given, vocab).tolist() == made.tolist()
+
+
+def test_a_simulation_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = DrawnSimulation(SimulatedAcceptance(), DEVICE)
+    seed, tokens = torch.arange(4, device=DEVICE), torch.arange(60, device=DEVICE).view(4, 15)
+    k, y = torch.full((4,), 8, device=DEVICE), torch.arange(32, device=DEVICE)
+    results = []
+    for fast in (False, True):
+        monkeypatch.setattr(kernels, "usable", lambda x, fast=fast: fast)
+        draft = plain.believe(Draft(tokens, torch.ones(4, 16, device=DEVICE)), seed, seed + 600)
+        made = plain.rewrite(y, draft, pack(k, 32), 99)
+        results.append([draft.length.tolist(), draft.survival.tolist(), made.tolist()])
+    assert results[0] == results[1]
