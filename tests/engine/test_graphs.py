@@ -88,12 +88,12 @@ def captured(llm: LLM, backend: Closure, most: int = 4) -> GraphRunner:
     return worker.graphs
 
 
-def fixed_auto(llm: LLM) -> None:
+def fixed_auto(llm: LLM, budgets: tuple[int, ...] = BUDGETS) -> None:
     """`auto` as it is built for a GPU: whole blocks, few budgets, costs from replays."""
     worker = llm.engine.worker
     auto = worker.policy
     costs = ReplayCosts(worker.replay_seconds)
-    worker.policy = Auto(auto.full, auto.full, auto.width, costs, False, BUDGETS)
+    worker.policy = Auto(auto.full, auto.full, auto.width, costs, False, budgets)
     costs.shapes = worker.policy.shapes
 
 
@@ -131,18 +131,31 @@ def test_replays_give_the_tokens_of_eager_steps(policy: str, sampled: bool, lag:
     assert again == reference("qwen3", sampled)
 
 
-@pytest.mark.parametrize("policy", ["off", "full", "dvl", "dvl:seeded", "confidence", "auto"])
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+def test_the_stand_in_freezes_what_the_host_knew() -> None:
+    known, memory = [1], torch.zeros(2, 5, dtype=torch.int64)
+    fixed, replay = Traced().capture(lambda: Outputs(memory + known[0], None, 0, False, False))
+    known[0] = 9
+    memory.fill_(3)
+    replay()
+    assert fixed.counts.tolist() == [[4] * 5] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "sampled"),
+    [("off", True), ("full", False), ("dvl", True), ("dvl:seeded", False), ("confidence", False), ("auto", True)],
+)
 def test_nothing_of_the_host_is_frozen_into_a_step(policy: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One captured step serves one, two and three requests, with few pages, preemption and prefix hits."""
     monkeypatch.setattr(native, "usable", lambda x: False)
-    if sampled:
-        monkeypatch.setattr("dscale.speculation.sampling.draw_on_cpu", None)
-        monkeypatch.setattr("dscale.speculation.decode_step.draw", draw_as_on_a_device)
-    llm = engine("qwen3", policy, lag=1, max_prefill_tokens=19, num_pages=24)
+    monkeypatch.setattr("dscale.speculation.decode_step.draw", draw_as_on_a_device)
+    llm = engine("qwen3", policy, lag=1, max_prefill_tokens=19, num_pages=11, max_requests=3)
     if policy == "auto":
-        fixed_auto(llm)
-    captured(llm, Traced())
+        fixed_auto(llm, (3, 6))
+    graphs = captured(llm, Traced(), most=3)
+    graphs.sizes = [3]
     assert tokens(llm, prompts(8), SEEDED if sampled else GREEDY) == reference("qwen3", sampled)
+    assert graphs.backend.captures <= (6 if policy == "auto" else 1)  # auto times greedy steps too
+    assert llm.engine.scheduler.preemptions > 0
 
 
 def draw_as_on_a_device(logits: Tensor, rows, all_greedy: bool) -> Tensor:
@@ -212,10 +225,10 @@ def test_interpreted_kernels_replay_too(monkeypatch: pytest.MonkeyPatch) -> None
     if torch.cuda.is_available():
         pytest.skip("on a GPU the kernels are compiled, not interpreted")
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=3)
-    rows = prompts(3)
-    expected = tokens(engine("qwen3", "dvl"), rows, params)
+    rows = [[3, 1, 4], [2, 0], [4, 4]]
+    expected = tokens(engine("qwen3", "dvl", width=8), rows, params)
     monkeypatch.setattr(native, "usable", lambda x: False)
     monkeypatch.setattr(kernels, "usable", lambda x: not torch.is_grad_enabled())
-    llm = engine("qwen3", "dvl", lag=1)
-    captured(llm, Closure())
+    llm = engine("qwen3", "dvl", lag=1, max_requests=2)
+    captured(llm, Closure(), most=2).sizes = [2]
     assert tokens(llm, rows, params) == expected

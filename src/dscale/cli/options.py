@@ -50,7 +50,10 @@ def build_llm(model: str, **options: Any) -> LLM:
     from dscale.engine.llm import LLM
 
     with spinner(f"loading {model}"):
-        return LLM(model, **options)
+        llm = LLM(model, **options)
+    if llm.engine.worker.graphs is not None:
+        errors.print(str(llm.engine.worker.graphs.counters))
+    return llm
 
 
 def simulated(given: str | None) -> float | str | None:

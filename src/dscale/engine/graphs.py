@@ -21,6 +21,7 @@ import torch
 
 from dscale.config import PAGE_SIZE
 from dscale.engine.results import Outputs
+from dscale.kernels import triton
 from dscale.kernels.attention import arrival_counters
 from dscale.speculation.decode_step import decode_step
 from dscale.speculation.policies import Policy
@@ -37,6 +38,16 @@ def buckets(most: int) -> list[int]:
     """Captured numbers of requests: 1, 2, 4, 8, then in halves of powers of two, multiples of 8, up to `most`."""
     sizes = [1, 2, 4, 8] + [size for power in range(4, 31) for size in (1 << power, 3 << (power - 1))]
     return [size for size in sizes if size < most] + [most]
+
+
+def capturable(models: Models) -> bool:
+    """Whether a step of these models reads nothing back: its attention runs on the Triton kernels."""
+    decoders = [models.target.config.decoder]
+    if models.drafter is not None:
+        decoders.append(models.drafter.config.decoder)
+    with torch.inference_mode():
+        fast = triton.usable(models.target_cache)
+    return fast and all(16 <= one.head_dim <= 256 and one.head_dim & (one.head_dim - 1) == 0 for one in decoders)
 
 
 class CaptureBackend(Protocol):
@@ -171,11 +182,17 @@ class GraphRunner:
         captured.replay()
         return captured.outputs
 
-    def prepare(self, all_greedy: bool = True) -> GraphCounters:
-        """Capture every size the policy may ask for, largest bucket first, so that smaller ones find their memory."""
+    def prepare(self, all_greedy: bool = True, timed: bool = False) -> GraphCounters:
+        """Capture every size the policy may ask for, largest bucket first, so that smaller ones find their memory.
+
+        What is not prepared is captured when it is first needed. timed: time the replays of the greedy steps too.
+        """
         for lanes in reversed(self.sizes):
             for shape in self.policy.shapes(lanes):
                 self._find(self._key(lanes, shape, all_greedy))
+        for lanes in self.sizes if timed else ():
+            for shape in self.policy.shapes(lanes):
+                self.seconds(lanes, shape)
         logging.getLogger("dscale").info("%s", self.counters)
         return self.counters
 

@@ -27,7 +27,7 @@ from dscale.config import (
     resolve_dtype,
 )
 from dscale.engine.engine import Engine
-from dscale.engine.graphs import BUDGETS
+from dscale.engine.graphs import BUDGETS, capturable
 from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
 from dscale.engine.pages import PagePool, pages_for
 from dscale.engine.recorder import Recorder
@@ -41,8 +41,10 @@ from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.models.shapes import is_shape, random_drafter_of
+from dscale.speculation.auto import Auto
 from dscale.speculation.choose import build_policy, scorer_for
 from dscale.speculation.costs import ReplayCosts
+from dscale.speculation.dspark import DSpark
 from dscale.speculation.policies import Policy
 from dscale.speculation.predictor import Predictor, random_predictor, read_config
 from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance
@@ -139,13 +141,13 @@ class LLM:
         scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
         worker = Worker(models, state)
         on_gpu = worker.device.type == "cuda"
-        captured = on_gpu and self.config.graphs and recorder is None
+        captured = on_gpu and self.config.graphs and recorder is None and capturable(models)
         worker.policy = self._policy(worker, width, captured)
         if recorder is not None:
             worker.policy = recorder.attach(worker.policy, target)
         worker.serve(self.config.max_requests, captured)
         if worker.graphs is not None:
-            worker.graphs.prepare()
+            worker.graphs.prepare(timed=isinstance(worker.policy, Auto | DSpark))
         lag = int(on_gpu) if self.config.lag is None else self.config.lag
         return Engine(worker, scheduler, self.loaded.own_tokenizer, length, lag, recorder)
 

@@ -87,6 +87,7 @@ class Worker:
         """Get ready for steps of up to `most` requests, once the policy is set; graphs: capture steps on a GPU."""
         if self.device.type != "cuda":
             return
+        torch.cuda.set_device(self.device)  # kernels and events go to the current device
         self.ring = OutputRing(most, max(self.policy.width, 1), self.device)
         if graphs:
             self.graphs = GraphRunner(self.state, self.models, self.policy, most, CudaCapture(self.device))

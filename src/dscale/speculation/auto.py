@@ -6,8 +6,8 @@ speculation at all (dscale.md §5).
 
 Before the draft, width and budget are chosen by the survival rows q of recent drafts, so no step waits for its own
 draft to be sized. Where steps are captured as graphs, blocks are whole and the budget is one of a few, each timed by
-its own replays. Where nothing is gained by fixed sizes (on a CPU), the budget is chosen again once q is known: a slot is
-verified while it promises more tokens a second than the step as a whole, the rule that maximises the long-run rate.
+its own replays. Where nothing is gained by fixed sizes (on a CPU), the budget is chosen again once q is known: a slot
+is verified while it promises more tokens a second than the step as a whole, the rule that maximises the long-run rate.
 """
 
 from __future__ import annotations
