@@ -11,6 +11,8 @@ ends are spread evenly from the first step on. After --warm-steps steps, tokens 
 inside the window: decode_s is the device's time in decode steps (the host's on a CPU), rest_s what is left, prefill and
 gaps.
 
+--export-trace writes the trace by seed and position of the anchor, so that another engine can be given the same.
+
 Arms: policy[@slots][+wide|+narrow][+eager][+deterministic] or a name of ARMS. They take turns (A B B A) over --repeats;
 ratios to the base arm (the first of control, off, whichever is there) are paired by repetition; 95% intervals are of
 the mean log ratio by Student's t. Past --limit seconds the remaining runs are skipped and the record says so.
@@ -39,18 +41,19 @@ from dscale import LLM, SamplingParams
 from dscale.config import require, resolve_dtype
 from dscale.engine.llm import default_dtype, resolve_device
 from dscale.engine.pages import pages_for
-from dscale.engine.request import Status
+from dscale.engine.request import Request, Status
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import load_drafter
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.models.shapes import random_drafter_of
-from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance
+from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance, export_trace
 
 ARMS = {
     "control": "full+wide+eager",  # as a native engine does it
     "tiles": "full+eager",
     "tiles-dvl": "dvl@8+eager",
 }
+TRACED = 1024  # requests of an exported trace
 FLAGS = ("wide", "narrow", "eager", "deterministic")
 T_95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom
 
@@ -121,16 +124,15 @@ class Loop:
         self.vocabulary = llm.loaded.config.decoder.vocab_size
         self.finished = 0
         self._numbers = count()
-        for index in range(concurrency):
-            self._add(args.output_tokens * index // concurrency)
+        self.first = [self._add(args.output_tokens * index // concurrency) for index in range(concurrency)]
 
-    def _add(self, done: int = 0) -> None:
+    def _add(self, done: int = 0) -> Request:
         """The next request, of whose answer `done` tokens exist already."""
         number = next(self._numbers)
         length, left = self.args.prompt_tokens + done, self.args.output_tokens - done
         ids = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(number)).tolist()
         params = SamplingParams(temperature=self.args.temperature, max_tokens=left, ignore_eos=True, seed=number)
-        self.engine.add(f"loop-{number}", ids, params, number)
+        return self.engine.add(f"loop-{number}", ids, params, number)
 
     def step(self) -> None:
         """One step; requests that ended make room for the next."""
@@ -141,7 +143,7 @@ class Loop:
 
     def warm(self) -> None:
         """Past the first prefill, and --warm-steps decode steps further."""
-        while any(request.prefill_left for request in self.engine.scheduler.running) or self.engine.scheduler.waiting:
+        while any(request.status in (Status.WAITING, Status.PREFILL) for request in self.first):
             self.step()
         for _ in range(self.args.warm_steps):
             self.step()
@@ -225,6 +227,7 @@ def cell(models: Models, args: argparse.Namespace, concurrency: int, deadline: f
                 file=sys.stderr, flush=True,
             )  # fmt: skip
     compare(made["arms"])
+    made["auto_over_best"] = auto_over_best(made["arms"])
     if torch.cuda.is_available():
         made["memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return made
@@ -250,6 +253,13 @@ def compare(arms: dict[str, Any]) -> None:
         ratios = [run["tokens_per_s"] / known[run["repetition"]] for run in arm["runs"] if run["repetition"] in known]
         if ratios:
             arm |= {"base": base, "ratio": statistics.median(ratios), "interval": interval(ratios)}
+
+
+def auto_over_best(arms: dict[str, Any]) -> float | None:
+    """Median tokens per second of auto over the best of the arms with fixed budgets; None where one is not there."""
+    fixed = [arm["tokens_per_s"] for name, arm in arms.items() if name != "auto" and "tokens_per_s" in arm]
+    auto = arms.get("auto", {}).get("tokens_per_s")
+    return auto / max(fixed) if auto is not None and fixed else None
 
 
 def interval(ratios: Sequence[float]) -> list[float] | None:
@@ -308,6 +318,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--progress", type=float, default=6.09, help="simulated mean progress of whole blocks")
     parser.add_argument("--spearman", type=float, default=0.74, help="of predicted with accepted length")
     parser.add_argument("--trace", default=None, help="a trace file to replay instead")
+    parser.add_argument("--export-trace", type=Path, default=None, help="write what requests would meet, and stop")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path, default=None, help="JSON record with every repetition")
@@ -317,6 +328,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, write the record, print the table; returns the record."""
     args = arguments(given)
+    if args.export_trace is not None:
+        export_trace(acceptance(args), args.export_trace, TRACED, args.prompt_tokens + args.output_tokens + 1)
+        return {"trace": str(args.export_trace)}
     deadline = time.perf_counter() + args.limit
     models = load_models(args)
     on_gpu = models.loaded.model.embedding.is_cuda

@@ -51,6 +51,7 @@ def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
         assert 3.5 < control["mean_progress"] < 8
         assert dvl["slots_per_request"] == pytest.approx(6)
         assert 2.5 < dvl["mean_progress"] < control["mean_progress"] + 1
+        assert cell["auto_over_best"] > 0
     assert record["geometric_mean"]["control"] == pytest.approx(1)
     printed = capsys.readouterr()
     assert "simulated acceptance" in printed.out
@@ -61,6 +62,15 @@ def test_time_box_is_kept(bench: ModuleType) -> None:
     record = bench.main([*MINIATURE, "--arms", "off,full", "--limit", "0"])
     assert all(len(cell["skipped"]) == 4 for cell in record["cells"])
     assert record["geometric_mean"] == {}
+
+
+def test_trace_for_another_engine(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.safetensors"
+    monkeypatch.setattr(bench, "TRACED", 3)
+    bench.main(["--prompt-tokens", "10", "--output-tokens", "5", "--export-trace", str(path)])
+    record = bench.main([*MINIATURE, "--arms", "full", "--trace", str(path), "--repeats", "1", "--concurrency", "2"])
+    assert record["acceptance"] == {"kind": "simulated acceptance", "trace": str(path)}
+    assert record["cells"][0]["arms"]["full"]["runs"][0]["mean_progress"] > 1.5
 
 
 def test_arms_by_name(bench: ModuleType) -> None:
