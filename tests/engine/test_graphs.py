@@ -7,6 +7,7 @@ operations once, on tensors, as a CUDA graph records kernels: numbers of the hos
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dscale.config import SamplingParams
 from dscale.engine.graphs import BUDGETS, GraphRunner, Step, buckets
 from dscale.engine.llm import LLM
+from dscale.engine.request import FinishReason
 from dscale.engine.results import OutputRing, Outputs
 from dscale.kernels import native
 from dscale.kernels import triton as kernels
@@ -206,6 +208,28 @@ def test_requests_that_need_the_host_run_eagerly_among_captured_steps() -> None:
     outputs = llm.generate(prompt_token_ids=prompts(8), sampling_params=params)
     assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in plain]
     assert len(outputs[1].outputs[0].logprobs) == 40
+
+
+@pytest.mark.parametrize("policy", ["dvl", "auto"])
+def test_random_arrivals_and_aborts_between_replays(policy: str) -> None:
+    llm = engine("llama", policy, num_pages=14, max_prefill_tokens=17, lag=1)
+    if policy == "auto":
+        fixed_auto(llm)
+    captured(llm, Closure())
+    rows, expected, rng = prompts(8), reference("llama", True), random.Random(3)
+    made = []
+    while len(made) < 30 or llm.engine.busy:
+        if len(made) < 30 and rng.random() < 0.5:
+            which = rng.randrange(8)
+            made.append((which, llm.engine.add(f"r{len(made)}", rows[which], SEEDED, 11)))
+        if made and rng.random() < 0.05:
+            llm.engine.abort(rng.choice(made)[1].id)
+        llm.engine.step()
+    for which, one in made:
+        assert one.output == expected[which][: len(one.output)]
+        assert one.finish_reason is FinishReason.ABORT or len(one.output) == 40
+    assert llm.engine.scheduler.preemptions > 0
+    assert llm.engine.scheduler.pool.held == 0
 
 
 def test_confidence_learns_from_what_the_ring_brings() -> None:
