@@ -16,6 +16,7 @@ import torch
 PAGE_SIZE = 16  # tokens of one cache page
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FAMILIES = ("llama", "qwen2", "qwen3")
+ATTENTION_LAYOUTS = ("packed", "narrow", "wide")  # kernels/attention.py says what they are
 
 
 class InputError(ValueError):
@@ -178,6 +179,8 @@ class EngineConfig:
 
     graphs: on a GPU, decode steps are captured as CUDA graphs and replayed. lag: steps that may run before the tokens
     of the one before are read: 1 keeps a GPU busy, 0 reads each step at once; None is 1 on a GPU and 0 on a CPU.
+    On a GPU: attention_layout of verification and draft blocks, and deterministic attention, as of
+    kernels.attention.AttentionOptions.
     """
 
     dtype: str = "auto"
@@ -191,6 +194,8 @@ class EngineConfig:
     seed: int = 0
     graphs: bool = True
     lag: int | None = None
+    attention_layout: str = "packed"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         require(self.dtype in ("auto", *DTYPES), f"dtype: {self.dtype!r}; allowed are auto, {', '.join(DTYPES)}")
@@ -200,9 +205,14 @@ class EngineConfig:
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")
         if self.max_model_len is not None:
             require(self.max_model_len > 1, f"max_model_len: {self.max_model_len} must be at least 2")
+        layouts = ", ".join(ATTENTION_LAYOUTS)
+        require(
+            self.attention_layout in ATTENTION_LAYOUTS,
+            f"attention_layout: {self.attention_layout!r}; allowed are {layouts}",
+        )
 
 
-POLICIES = "off, full, fixed:W (W from 1), dvl, dvl:seeded, confidence, auto"
+POLICIES = "off, full, fixed:W (W from 1), dvl, dvl:seeded, confidence, dspark, auto"
 
 
 @dataclass(frozen=True)
@@ -217,7 +227,7 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         name, _, argument = self.policy.partition(":")
         known = (
-            (name in ("off", "full", "confidence", "auto") and not argument)
+            (name in ("off", "full", "confidence", "dspark", "auto") and not argument)
             or (name == "dvl" and argument in ("", "exact", "seeded"))
             or (name == "fixed" and argument.isdigit() and int(argument) >= 1)
         )

@@ -69,7 +69,7 @@ def pair(folders) -> list[object]:
     return ["-m", folders["target"], "-d", folders["drafter"], "-p", folders["predictor"], "--dtype", "float32"]
 
 
-@pytest.mark.parametrize("policy", ["full", "fixed:3", "dvl", "dvl:seeded", "confidence", "auto"])
+@pytest.mark.parametrize("policy", ["full", "fixed:3", "dvl", "dvl:seeded", "confidence", "dspark", "auto"])
 def test_every_policy_prints_the_text_of_off(dscale, pair, policy):
     code, want, _ = dscale("generate", *pair, "--policy", "off", "--max-tokens", 24, "w1 w2 w3")
     assert code == 0
@@ -87,6 +87,31 @@ def test_summary_has_the_names_scripts_rely_on(dscale, pair):
     assert 1 <= record["mean_progress"] <= 6
     assert record["slots_per_request"] == 6
     assert {"dscale", "torch", "transformers", "python"} <= set(record["versions"])
+
+
+def test_simulated_acceptance_is_written_on_everything(dscale, pair, tmp_path):
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "w1 w2"}))
+    arguments = ["generate", *pair, "--policy", "full", "--simulate-acceptance", "6.09", "--max-tokens", 40]
+    code, text, errors = dscale(*arguments, "w1")
+    assert code == 0
+    assert text.startswith("[simulated acceptance] ")
+    assert "simulated acceptance" in errors
+    code, printed, _ = dscale(*arguments, "--prompts", prompts, "--out", out, "--json")
+    assert code == 0
+    assert json.loads(printed)["note"] == "simulated acceptance"
+    assert json.loads(printed)["mean_progress"] > 2  # the random pair alone stays near 1
+    assert json.loads(out.read_text())["note"] == "simulated acceptance"
+    code, _, errors = dscale(*arguments[:-3], tmp_path / "missing", "w1")
+    assert code == 2
+    assert "missing: cannot be read as an acceptance trace" in errors
+
+
+def test_random_models_want_token_ids(dscale):
+    code, _, errors = dscale("generate", "-m", "random:tiny", "text")
+    assert code == 2
+    assert "random:tiny: has no tokenizer; prompts must be token ids" in errors
+    assert "Traceback" not in errors
 
 
 def test_prompts_file_resumes_where_it_was_interrupted(dscale, pair, tmp_path):

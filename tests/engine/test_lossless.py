@@ -20,7 +20,7 @@ from tests.engine.pairs import FAMILY_FLAGS, make_llm, tiny_drafter, tiny_target
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=40)
-POLICIES = ("full", "fixed:3", "dvl", "dvl:seeded", "confidence", "auto")
+POLICIES = ("full", "fixed:3", "dvl", "dvl:seeded", "confidence", "dspark", "auto")
 
 
 @cache

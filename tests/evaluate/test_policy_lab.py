@@ -13,15 +13,10 @@ from dscale.config import InputError
 from dscale.evaluate.cost_curve import MeasuredCosts, TimedStep
 from dscale.evaluate.policy_lab import Exact, Lab, Seeded, lane_steps, objective
 from dscale.evaluate.policy_record import checks, resampled, summarise
-from dscale.evaluate.survival_models import (
-    dspark_survival,
-    fit_temperatures,
-    predictor_survival,
-    recorded,
-    tempered,
-)
+from dscale.evaluate.survival_models import dspark_survival, predictor_survival, recorded
 from dscale.speculation.budget import allocate_exact, allocate_seeded
 from dscale.speculation.confidence import ConfidenceModel, signals
+from dscale.speculation.dspark import fit_temperatures, tempered
 from dscale.speculation.policies import ConfidenceScorer, Draft, SharedBudget, StepOutcome
 from dscale.speculation.predictor import Predictor, PredictorConfig
 from tests.evaluate.traces import GROUPS, made_up
@@ -148,7 +143,7 @@ def test_temperatures_undo_overconfidence_and_halves_share_no_prompt() -> None:
     odds = signals(record.top)[0]
     temperatures = fit_temperatures(odds, record.accepted, record.slots)
     assert np.allclose(temperatures, 2.0, atol=0.35)
-    q = tempered(odds, temperatures)
+    q = tempered(odds, torch.from_numpy(temperatures)).numpy()
     for j in (1, 2, 3):
         assert q[:, j].mean() == pytest.approx((record.accepted >= j).mean(), abs=0.02)
     for prompt in np.unique(traces.prompt):

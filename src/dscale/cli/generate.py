@@ -59,6 +59,7 @@ def generate(
     record: Annotated[Path | None, typer.Option(help="Folder for traces of what is verified, for dscale fit.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="JSON schema file; answers are JSON that it admits.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that each answer matches whole.")] = None,
+    simulate: o.Simulate = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -78,6 +79,7 @@ def generate(
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
         dtype=dtype, device=device, max_requests=max_requests, recorder=recorder, graphs=graphs,
+        simulate=o.simulated(simulate),
     )  # fmt: skip
     pending = [row for row in rows if row.id not in done]
     ids = [token_ids(llm, row, raw) for row in pending]
@@ -204,7 +206,7 @@ def answer(
         file.close()
     elif not quiet:
         for output in outputs:
-            print(output.outputs[0].text)
+            print(f"[{output.note}] {output.outputs[0].text}" if output.note else output.outputs[0].text)
     return summarise(llm, outputs, seconds)
 
 
@@ -213,7 +215,8 @@ def _write(file: TextIO, id: str, output: RequestOutput) -> None:
     usage = {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": len(one.token_ids)}
     if one.metrics is not None:
         usage |= {"accepted_draft_tokens": one.metrics.accepted, "verified_slots": one.metrics.slots}
-    row = {"id": id, "text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason, "usage": usage}
+    row: dict[str, Any] = {"id": id, "text": one.text, "token_ids": one.token_ids}
+    row |= {"finish_reason": one.finish_reason, "usage": usage} | ({"note": output.note} if output.note else {})
     file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.flush()
     os.fsync(file.fileno())
@@ -225,6 +228,7 @@ def summarise(llm: LLM, outputs: list[RequestOutput], seconds: float) -> dict[st
     metrics = [one.metrics for output in outputs for one in output.outputs if one.metrics is not None]
     steps = sum(one.steps for one in metrics)
     return {
+        **({"note": llm.note} if llm.note else {}),
         "policy": llm.policy,
         "dtype": str(llm.dtype).removeprefix("torch."),
         "requests": len(outputs),

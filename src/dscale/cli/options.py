@@ -20,7 +20,9 @@ Drafter = Annotated[str, typer.Option("-d", "--drafter", help="Drafter folder; a
 Predictor = Annotated[
     str, typer.Option("-p", "--predictor", help="Predictor folder; auto takes the shipped one; none.")
 ]
-PolicyName = Annotated[str, typer.Option("--policy", help="off, full, fixed:W, dvl, dvl:seeded, confidence, auto.")]
+PolicyName = Annotated[
+    str, typer.Option("--policy", help="off, full, fixed:W, dvl, dvl:seeded, confidence, dspark, auto.")
+]
 Width = Annotated[
     int | None, typer.Option("--width", help="Block width W, anchor included; default the drafter's own.")
 ]
@@ -34,6 +36,10 @@ Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy."
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens up to this mass.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep this many tokens; 0 keeps all.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of sampling; the same seed gives the same text.")]
+Simulate = Annotated[
+    str | None,
+    typer.Option("--simulate-acceptance", help="Make acceptance up: a mean progress such as 6.09, or a trace file."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 errors = Console(stderr=True)
@@ -48,6 +54,14 @@ def build_llm(model: str, **options: Any) -> LLM:
     if llm.engine.worker.graphs is not None:
         errors.print(str(llm.engine.worker.graphs.counters))
     return llm
+
+
+def simulated(given: str | None) -> float | str | None:
+    """--simulate-acceptance as LLM takes it: a number, or the path of a trace."""
+    try:
+        return None if given is None else float(given)
+    except ValueError:
+        return given
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,15 +35,19 @@ from dscale.engine.request import Request, Status
 from dscale.engine.scheduler import Scheduler
 from dscale.engine.worker import Worker
 from dscale.kernels import native
+from dscale.kernels.attention import AttentionOptions
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import LoadedTarget, load_target
+from dscale.models.shapes import is_shape, random_drafter_of
 from dscale.speculation.auto import Auto
 from dscale.speculation.choose import build_policy, scorer_for
 from dscale.speculation.costs import ReplayCosts
+from dscale.speculation.dspark import DSpark
 from dscale.speculation.policies import Policy, Scorer
-from dscale.speculation.predictor import Predictor, read_config
+from dscale.speculation.predictor import Predictor, random_predictor, read_config
+from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance
 from dscale.speculation.state import DeviceState, Models
 
 Messages = Sequence[dict[str, Any]]
@@ -52,12 +57,14 @@ OnFinish = Callable[[int, RequestOutput], None]
 class LLM:
     """A target, optionally with a drafter and a predictor, ready to generate.
 
-    model: folder, hub id, GGUF file, alias or bundle. drafter and predictor: "auto" takes the bundle's, or the one that
-    ships for an alias; None or "none" goes without; else a folder or a loaded object. policy: see
+    model: folder, hub id, GGUF file, alias, bundle, or random:SHAPE (models/shapes.py). drafter and predictor: "auto"
+    takes the bundle's, or the one that ships for an alias; None or "none" goes without; "random" makes untrained ones
+    that cost the same; else a folder or a loaded object. policy: see
     dscale.config.POLICIES; `auto` without a drafter is `off`. width: block width W, anchor included (None: the
     drafter's own). slots: verified rows per request of `dvl` and `confidence`. recorder: keeps every verification, for
-    fitting a predictor. Other options are fields of EngineConfig. InputError in one line for anything that does not fit
-    together.
+    fitting a predictor. simulate: acceptance is made up (speculation/simulated.py) with this mean progress, by this
+    trace, or as a SimulatedAcceptance says; every output then carries the note "simulated acceptance". Other options
+    are fields of EngineConfig. InputError in one line for anything that does not fit together.
     """
 
     def __init__(
@@ -70,10 +77,13 @@ class LLM:
         slots: float = 8.0,
         layout: str | None = None,
         recorder: Recorder | None = None,
+        simulate: SimulatedAcceptance | float | str | None = None,
         **engine: Any,
     ) -> None:
         self.speculation = SpeculationConfig(policy, width, slots, layout)
         self.config = EngineConfig(**engine)
+        self.simulate = None if simulate is None else SimulatedAcceptance.of(simulate)
+        require(self.simulate is None or recorder is None, "recorder: simulated acceptance teaches nothing; drop one")
         device = resolve_device(self.config.device)
         self.dtype = default_dtype(device) if self.config.dtype == "auto" else resolve_dtype(self.config.dtype)
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
@@ -91,6 +101,9 @@ class LLM:
             self._drafter_source = drafter
             drafter.prepare()
             return drafter
+        if drafter == "random" or (drafter == "auto" and is_shape(self.loaded.name)):
+            self._drafter_source = random_drafter_of(self.loaded.config, self.dtype, device)
+            return self._drafter_source
         path = self.loaded.own_drafter if drafter == "auto" else None if drafter == "none" else drafter
         if path is None:
             known = self.speculation.policy == "auto"
@@ -104,6 +117,8 @@ class LLM:
             shipped = self.loaded.own_predictor
             fits = shipped and self.drafter and read_config(shipped).drafter_hash == drafter_hash(self._drafter_source)
             return str(shipped) if fits else None
+        if predictor == "random":
+            return random_predictor(self._width) if self.drafter else None
         return None if predictor == "none" else predictor
 
     def _build_engine(self, recorder: Recorder | None) -> Engine:
@@ -111,14 +126,18 @@ class LLM:
         limit = self.loaded.config.decoder.max_position
         length = limit if self.config.max_model_len is None else self.config.max_model_len
         require(length <= limit, f"max_model_len: {length} is over the model's context length {limit}")
-        width = self.speculation.width or (self.drafter.config.width if self.drafter else 1)
+        width = self._width
         if self.drafter is not None:
             trained = self.drafter.config.width
             require(width <= trained, f"width: {width} is wider than the drafter's trained block; at most {trained}")
         num_pages = self.config.num_pages or self._fitting_pages(target, length + width)
         models = Models.allocate(target, self.drafter, num_pages, length + width + 1)
+        models.attention = AttentionOptions(self.config.attention_layout, self.config.deterministic)
         pack_weights(target, self.drafter)
         state = DeviceState(self.config.max_requests, pages_for(length + width + 1), target.embedding.device)
+        if self.simulate is not None:
+            print(f"{SIMULATED}: {self.simulate.about()}; the text means nothing", file=sys.stderr)
+            state.simulation = self.simulate.on(target.embedding.device)
         pool = PagePool(CacheConfig(num_pages, self.config.prefix_caching))
         scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
         worker = Worker(models, state)
@@ -129,13 +148,13 @@ class LLM:
             worker.policy = recorder.attach(worker.policy, target)
         self._ready(worker)
         lag = int(on_gpu) if self.config.lag is None else self.config.lag
-        return Engine(worker, scheduler, self.loaded.tokenizer, length, lag, recorder)
+        return Engine(worker, scheduler, self.loaded.own_tokenizer, length, lag, recorder)
 
     def _ready(self, worker: Worker) -> None:
         """Ring and graphs for the policy in force; on a CPU there is nothing to do."""
         worker.serve(self.config.max_requests, self._captured)
         if worker.graphs is not None:
-            worker.graphs.prepare(timed=isinstance(worker.policy, Auto))
+            worker.graphs.prepare(timed=isinstance(worker.policy, Auto | DSpark))
 
     def _policy(self, worker: Worker, width: int, speculation: SpeculationConfig) -> Policy:
         """On a GPU with graphs the sizes of steps are few and known beforehand."""
@@ -153,7 +172,7 @@ class LLM:
         """Made once for each kind of policy and width: one that learns keeps what it learned."""
         key = speculation.policy.partition(":")[0], width
         if key not in self._scorers:
-            bound = drafter_hash(self._drafter_source)
+            bound = drafter_hash(self._drafter_source) if isinstance(self.predictor, str) else ""  # slow when large
             self._scorers[key] = scorer_for(speculation, self.predictor, bound, width, self.loaded.model)
         return self._scorers[key]
 
@@ -187,6 +206,16 @@ class LLM:
         room = int(free_memory(target.embedding.device) * self.config.memory_fraction / per_page)
         require(room >= 2, f"memory_fraction: {self.config.memory_fraction} of free memory holds no cache page")
         return min(self.config.max_requests * pages_for(length + 1) + 1, room)
+
+    @property
+    def _width(self) -> int:
+        """W asked for, or the drafter's own; 1 without a drafter."""
+        return self.speculation.width or (self.drafter.config.width if self.drafter else 1)
+
+    @property
+    def note(self) -> str | None:
+        """What every figure of this engine must be read with, or None."""
+        return SIMULATED if self.simulate is not None else None
 
     @property
     def policy(self) -> str:
@@ -231,7 +260,7 @@ class LLM:
                 if index is None or any(one.status is not Status.FINISHED for one in groups[index]):
                     continue
                 if index not in outputs:
-                    outputs[index] = _output(groups[index], texts[index])
+                    outputs[index] = _output(groups[index], texts[index], self.note)
                     if on_finish is not None:
                         on_finish(index, outputs[index])
         return [outputs[index] for index in range(len(groups))]
@@ -332,8 +361,8 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     return list(params)
 
 
-def _output(group: list[Request], text: str | None) -> RequestOutput:
+def _output(group: list[Request], text: str | None, note: str | None) -> RequestOutput:
     outputs: list[CompletionOutput] = [completion_of(request, index) for index, request in enumerate(group)]
     first = group[0]
     scored = first.prompt_logprobs if first.params.prompt_logprobs is not None else None
-    return RequestOutput(first.id.split("-")[0], text, list(first.prompt), outputs, scored)
+    return RequestOutput(first.id.split("-")[0], text, list(first.prompt), outputs, scored, note=note)

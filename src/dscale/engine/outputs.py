@@ -61,7 +61,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its `n` sequences."""
+    """A prompt and its `n` sequences. note: what must be known of them ("simulated acceptance")."""
 
     request_id: str
     prompt: str | None
@@ -69,6 +69,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finished: bool = True
+    note: str | None = None
 
     @property
     def metrics(self) -> RequestMetrics:

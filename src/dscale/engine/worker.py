@@ -161,6 +161,7 @@ class Worker:
             contexts=self._integers([chunk.start for chunk in chunks]),
             max_rows=max(lengths),
             max_context=max(chunk.start + chunk.length for chunk in chunks),
+            options=self.models.attention,
         )
 
     def launch(self, requests: Sequence[Request]) -> Launched:

@@ -23,11 +23,11 @@ from dscale.evaluate.survival_models import Recorded, confidence_replay
 from dscale.speculation.auto import Auto
 from dscale.speculation.budget import initial_windows
 from dscale.speculation.confidence import ConfidenceModel
+from dscale.speculation.dspark import DELAY, best_bucket, token_buckets
 from dscale.speculation.policies import ConfidenceScorer, Draft, Scorer, StepOutcome
 from dscale.speculation.workspace import StepShape
 from dscale.train.traces import Traces
 
-BUCKET = 8  # rows between the token buckets of dspark
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
@@ -200,13 +200,10 @@ class Lab:
     def dspark(self, q: Floats, budgets: tuple[int, ...]) -> list[Arm]:
         """Its scores under fixed budgets, and its own: the token bucket that promises most by the steps-per-second
         table, from the scores of two steps before."""
-        buckets = np.unique(np.append(np.arange(BUCKET, self.lanes * self.width, BUCKET), self.lanes * self.width))
-        buckets = np.unique(np.append(buckets[buckets > self.lanes], self.lanes))
+        buckets = token_buckets(self.lanes, self.width)
         per_second = 1.0 / self.costs.times(self.lanes, self.width, buckets.astype(np.float64))
-        falling = -np.sort(-q[:, :, 1:].reshape(len(q), -1), axis=1)
-        gained = np.concatenate([np.zeros((len(q), 1)), falling.cumsum(1, dtype=np.float64)], axis=1)
-        best = buckets[((self.lanes + gained[:, buckets - self.lanes]) * per_second).argmax(1)]
-        total = np.concatenate([np.full(min(2, len(q)), buckets[-1]), best[:-2]])
+        best = best_bucket(q, buckets, per_second)
+        total = np.concatenate([np.full(min(DELAY, len(q)), buckets[-1]), best[:-DELAY]])
         own = self.arm("dspark", None, Exact(q).lengths(total), adaptive=True, q=q)
         return [*self.shared("dspark", q, budgets), own]
 

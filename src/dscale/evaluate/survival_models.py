@@ -16,18 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dscale.config import require
 from dscale.kernels.top_logits import TopLogits
 from dscale.speculation.confidence import ConfidenceModel, signals
+from dscale.speculation.dspark import fit_temperatures, tempered
 from dscale.speculation.features import CONFIDENCE, CONTEXT
 from dscale.speculation.policies import ConfidenceScorer
 from dscale.speculation.predictor import Predictor
 from dscale.train.predictor import columns_of
 from dscale.train.traces import Traces
 
-TEMPERATURES = np.exp(np.linspace(np.log(0.25), np.log(8.0), 57))
 CHUNK = 8192  # records at once
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -102,35 +101,9 @@ def dspark_survival(recorded: Recorded) -> Floats:
         inside = recorded.half == half
         others = ~inside if (~inside).any() else inside  # a single prompt has no other half
         temperatures = fit_temperatures(odds[torch.from_numpy(others)], *_of(recorded, others))
-        q[inside] = tempered(odds[torch.from_numpy(inside)], temperatures)
+        q[inside] = tempered(odds[torch.from_numpy(inside)], torch.from_numpy(temperatures)).numpy()
     return q
 
 
 def _of(recorded: Recorded, chosen: NDArray) -> tuple[Ints, Ints]:
     return recorded.accepted[chosen], recorded.slots[chosen]
-
-
-def tempered(odds: Tensor, temperatures: Floats) -> Floats:
-    """q [n, W] from log-odds [n, D]: Π_{t ≤ j} σ(odds_t / T_t), 1 first."""
-    passes = torch.sigmoid(odds / torch.from_numpy(temperatures)).cumprod(-1)
-    return torch.cat([torch.ones_like(passes[:, :1]), passes], dim=-1).numpy()
-
-
-def fit_temperatures(odds: Tensor, accepted: Ints, slots: Ints) -> Floats:
-    """T float32 [D]: position by position the temperature of TEMPERATURES with the least log-loss of q_j against
-    "at least j drafts passed", over records in which that was seen."""
-    values = odds.double().numpy()
-    product = np.ones(len(values))
-    out = np.ones(values.shape[1], np.float32)
-    for j in range(values.shape[1]):
-        seen = (j + 1 < slots) | (accepted < slots - 1)
-        passed = accepted > j
-        best, best_loss = product, np.inf
-        for temperature in TEMPERATURES:
-            q = product / (1.0 + np.exp(-values[:, j] / temperature))
-            chance = np.clip(q, 1e-9, 1 - 1e-9)
-            loss = -np.where(passed, np.log(chance), np.log1p(-chance))[seen].sum()
-            if loss < best_loss:
-                best, best_loss, out[j] = q, loss, temperature
-        product = best
-    return out

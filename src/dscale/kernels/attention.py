@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dscale.config import require
+from dscale.config import ATTENTION_LAYOUTS, require
 from dscale.kernels import native, triton
 
 if TYPE_CHECKING:
     from dscale.kernels.triton.attention import Tile
 
 Path = Literal["auto", "verify", "draft", "prefill"]
-LAYOUTS = ("packed", "narrow", "wide")
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ class AttentionOptions:
     tile: Tile | None = None
 
     def __post_init__(self) -> None:
-        require(self.layout in LAYOUTS, f"attention layout is {self.layout!r}: allowed are {', '.join(LAYOUTS)}")
+        allowed = ", ".join(ATTENTION_LAYOUTS)
+        require(self.layout in ATTENTION_LAYOUTS, f"attention layout is {self.layout!r}: allowed are {allowed}")
 
 
 @dataclass(frozen=True)

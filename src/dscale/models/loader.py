@@ -22,14 +22,24 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.tx
 
 @dataclass(frozen=True)
 class LoadedTarget:
-    """A target ready to run. name is what the user gave; alias and bundle are set when that was such a thing."""
+    """A target ready to run. name is what the user gave; alias and bundle are set when that was such a thing.
+
+    own_tokenizer: None for models of random weights, whose prompts are token ids.
+    """
 
     model: Target
     config: TargetConfig
-    tokenizer: Tokenizer
+    own_tokenizer: Tokenizer | None
     name: str
     alias: str | None = None
     bundle: Bundle | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer; InputError when it has none."""
+        require(self.own_tokenizer is not None, f"{self.name}: has no tokenizer; prompts must be token ids")
+        assert self.own_tokenizer is not None
+        return self.own_tokenizer
 
     @property
     def own_drafter(self) -> Path | None:
@@ -45,9 +55,13 @@ class LoadedTarget:
 def load_target(source: str, dtype: torch.dtype, device: str = "cpu") -> LoadedTarget:
     """Load a target and its tokenizer, weights cast to dtype on device, in eval mode without gradients.
 
-    source: a Hugging Face folder, a .gguf file, an alias (see aliases.ALIASES), a hub id `owner/name`, or a bundle.
-    InputError in one line for anything missing, truncated or not supported.
+    source: a Hugging Face folder, a .gguf file, an alias (see aliases.ALIASES), a hub id `owner/name`, a bundle, or
+    random:SHAPE (see shapes.py). InputError in one line for anything missing, truncated or not supported.
     """
+    from dscale.models.shapes import is_shape, random_shape
+
+    if is_shape(source):
+        return random_shape(source, dtype, device)
     opened = open_target(source)
     model = build_target(opened.config, opened.tensors, dtype, device)
     return LoadedTarget(model, opened.config, opened.tokenizer(), source, opened.alias, opened.bundle)

@@ -10,6 +10,7 @@ from dscale.speculation.auto import Auto
 from dscale.speculation.budget import allocate_exact, allocate_seeded
 from dscale.speculation.confidence import ConfidenceModel
 from dscale.speculation.costs import StepCosts
+from dscale.speculation.dspark import DSpark, TemperedScorer
 from dscale.speculation.features import FeatureProjections
 from dscale.speculation.policies import ConfidenceScorer, Fixed, Off, Policy, PredictorScorer, Scorer, SharedBudget
 from dscale.speculation.predictor import Predictor
@@ -30,6 +31,8 @@ def scorer_for(
             loaded.to(target.embedding.device)
             return PredictorScorer(loaded, projections_for(loaded, target))
         require(name == "auto", f"predictor: fitted for width {loaded.config.width}; width {width} is asked for")
+    if name == "dspark":
+        return TemperedScorer(width, target.embedding.device)
     return ConfidenceScorer(ConfidenceModel.day_one(width, target.embedding.device))
 
 
@@ -64,6 +67,8 @@ def build_policy(
         require(rows <= width, f"policy {name!r}: the block has {width} rows; allowed are fixed:1 to fixed:{width}")
         return Fixed(width, rows)
     assert scorer is not None, "adaptive policies come with a scorer"
+    if kind == "dspark":
+        return DSpark(scorer, width, costs)
     if kind == "auto":
         narrow = scorer
         if not isinstance(scorer, ConfidenceScorer) and not budgets:  # the predictor is fitted for whole blocks

@@ -50,6 +50,8 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     context, anchor = state.length[lanes], state.anchor[lanes]
 
     draft = draft_block(state, work, shape, models, policy, context, anchor, live)  # drafts (N, W-1), q of §2
+    if state.simulation is not None:
+        draft = state.simulation.believe(draft, state.seed[lanes], context)
     shape = policy.resize(draft, shape, live)
     k = policy.lengths(draft, shape, live)  # q by the predictor, then the shared budget (§2)
     # Flat rows, sentinels at the end (§2 Packing).
@@ -58,6 +60,8 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     hidden, taps, batch = verify(state, work, models, packed, rows, context, draft.tokens.shape[1] + 1)
     logits = models.target.logits(hidden)
     y = choose(logits, state, work, packed, batch, draft)  # y ~ P at every row (§3)
+    if state.simulation is not None:
+        y = state.simulation.rewrite(y, draft, packed, logits.shape[1])
 
     write_draft_context(models, taps, batch)
     outcome, emitted, finished = commit(state, lanes, context, draft.tokens, k, y, packed.starts)
@@ -99,6 +103,7 @@ def draft_block(
         max_context=work.max_context,
         causal=config.causal,
         arrivals=work.arrivals,
+        options=models.attention,
     )
     attend = PagedAttention(config.decoder, models.draft_cache, models.draft_table, batch)
     hidden = models.drafter(models.target.embed(ids.flatten()), attend).view(count, queries, -1)
@@ -129,6 +134,7 @@ def verify(
         max_rows=width,
         max_context=work.max_context,
         arrivals=work.arrivals,
+        options=models.attention,
     )
     attend = PagedAttention(models.target.config.decoder, models.target_cache, models.target_table, batch)
     hidden, taps = models.target(rows.ids, attend, models.taps)

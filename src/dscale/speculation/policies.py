@@ -5,6 +5,8 @@ full       every block is verified whole, as DFlash does
 fixed:w    the first w rows of every block
 dvl        predicted survival q, one budget of `slots` rows per request shared by all (exact or seeded allocation)
 confidence the same with q from the draft's own top-1 logit, refit online; needs no trained predictor
+dspark     q from products of the draft's tempered confidences; the budget from a table of step times and q of two steps
+           before (dspark.py)
 auto       the budget, or none, that promises the most committed tokens per second (auto.py)
 """
 

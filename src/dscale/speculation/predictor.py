@@ -123,6 +123,13 @@ class Predictor(nn.Module):
         return predictor.eval().requires_grad_(False)
 
 
+def random_predictor(width: int, seed: int = 0) -> Predictor:
+    """A predictor of untrained weights for blocks of `width`: what it costs, without what it knows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Predictor(PredictorConfig(width, "random")).eval().requires_grad_(False)
+
+
 def read_config(folder: Path) -> PredictorConfig:
     """The config.json of a predictor folder."""
     path = folder / "config.json"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dscale.config import PAGE_SIZE, DecoderConfig, SamplingParams
 from dscale.kernels import triton
+from dscale.kernels.attention import AttentionOptions
 from dscale.layers.rotary import rotary_table
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.speculation.edits import LogitEdits
 from dscale.speculation.sampling import RowParams
+from dscale.speculation.simulated import Simulation
 from dscale.speculation.transfer import place
 
 MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
@@ -30,6 +32,7 @@ class Models:
     drafter: Drafter | None = None
     draft_table: Tensor | None = None
     draft_cache: Tensor | None = None
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -81,6 +84,7 @@ class DeviceState:
         self.min_p = torch.zeros(rows, device=device)
         self.initial = torch.zeros(rows, dtype=torch.bool, device=device)
         self.edits: dict[int, LogitEdits] = {}
+        self.simulation: Simulation | None = None  # what is accepted, where that is made up
 
     @property
     def scratch_row(self) -> int:

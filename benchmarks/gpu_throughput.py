@@ -1,0 +1,360 @@
+"""Tokens per second of an engine in steady state at given concurrencies, arm beside arm, with simulated acceptance.
+
+    python benchmarks/gpu_throughput.py --model random:qwen3-8b --concurrency 8,32 --out record.json
+    python benchmarks/gpu_throughput.py --arms off,control,auto,dvl@4,dvl@6,dvl@12 --repeats 5 --seconds 4 --out …
+    python benchmarks/gpu_throughput.py --model random:tiny --device cpu --concurrency 4 --seconds 0.5      in miniature
+
+Closed loop: c requests of --prompt-tokens in and --output-tokens out run at a time, greedily, and the next one enters
+when one ends; request n has seed n, so all arms meet the same acceptance trace (speculation/simulated.py). A loop
+starts in the middle: request i of the first c brings i/c of its answer along as a longer prompt, so that contexts and
+ends are spread evenly from the first step on. After --warm-steps steps, tokens are counted for --seconds. Prefill is
+inside the window: decode_s is the device's time in decode steps (the host's on a CPU), rest_s what is left, prefill and
+gaps.
+
+--export-trace writes the trace by seed and position of the anchor, so that another engine can be given the same.
+
+Arms: policy[@slots][+wide|+narrow][+eager][+deterministic] or a name of ARMS. They take turns (A B B A) over --repeats;
+ratios to the base arm (the first of control, off, whichever is there) are paired by repetition; 95% intervals are of
+the mean log ratio by Student's t. Past --limit seconds the remaining runs are skipped and the record says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dscale
+from dscale import LLM, SamplingParams
+from dscale.config import require, resolve_dtype
+from dscale.engine.llm import default_dtype, resolve_device
+from dscale.engine.pages import pages_for
+from dscale.engine.request import Request, Status
+from dscale.models.drafter import Drafter
+from dscale.models.drafter_checkpoint import load_drafter
+from dscale.models.loader import LoadedTarget, load_target
+from dscale.models.shapes import random_drafter_of
+from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance, export_trace
+
+ARMS = {
+    "control": "full+wide+eager",  # as a native engine does it
+    "tiles": "full+eager",
+    "tiles-dvl": "dvl@8+eager",
+}
+TRACED = 1024  # requests of an exported trace
+FLAGS = ("wide", "narrow", "eager", "deterministic")
+T_95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration of the engine. eager: no captured steps."""
+
+    name: str
+    policy: str
+    slots: float = 8.0
+    layout: str = "packed"
+    eager: bool = False
+    deterministic: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """From a name of ARMS or policy[@slots][+flag…]."""
+        head, *flags = ARMS.get(text, text).split("+")
+        policy, _, slots = head.partition("@")
+        unknown = [flag for flag in flags if flag not in FLAGS]
+        require(not unknown, f"arm {text!r}: {unknown} not known; flags are {', '.join(FLAGS)}")
+        layout = next((flag for flag in flags if flag in ("wide", "narrow")), "packed")
+        return cls(text, policy, float(slots or 8), layout, "eager" in flags, "deterministic" in flags)
+
+
+@dataclass(frozen=True)
+class Models:
+    """What all arms share."""
+
+    loaded: LoadedTarget
+    drafter: Drafter
+    predictor: str
+
+
+def load_models(args: argparse.Namespace) -> Models:
+    """Target and drafter on the device, once."""
+    device = resolve_device(args.device)
+    dtype = default_dtype(device) if args.dtype == "auto" else resolve_dtype(args.dtype)
+    loaded = load_target(args.model, dtype, device)
+    if args.drafter == "random":
+        return Models(loaded, random_drafter_of(loaded.config, dtype, device), "random")
+    return Models(loaded, load_drafter(args.drafter, loaded, dtype, device), "random")
+
+
+def build(arm: Arm, models: Models, args: argparse.Namespace, concurrency: int) -> LLM:
+    """An engine for `concurrency` requests with just the pages they need."""
+    length = args.prompt_tokens + args.output_tokens + 1
+    return LLM(
+        models.loaded, drafter=None if arm.policy == "off" else models.drafter, predictor=models.predictor,
+        policy=arm.policy, slots=arm.slots, simulate=acceptance(args), dtype=args.dtype, device=args.device,
+        max_requests=concurrency, max_model_len=length, max_prefill_tokens=args.prefill_tokens,
+        num_pages=concurrency * pages_for(length + 64) + 2, prefix_caching=False, attention_layout=arm.layout,
+        deterministic=arm.deterministic, graphs=not arm.eager,
+    )  # fmt: skip
+
+
+def acceptance(args: argparse.Namespace) -> SimulatedAcceptance:
+    """The acceptance that all arms meet."""
+    return SimulatedAcceptance(progress=args.progress, spearman=args.spearman, trace=args.trace)
+
+
+class Loop:
+    """A closed loop over an engine, in steady state from its start."""
+
+    def __init__(self, llm: LLM, concurrency: int, args: argparse.Namespace) -> None:
+        self.engine, self.args = llm.engine, args
+        self.vocabulary = llm.loaded.config.decoder.vocab_size
+        self.finished = 0
+        self._numbers = count()
+        self.first = [self._add(args.output_tokens * index // concurrency) for index in range(concurrency)]
+
+    def _add(self, done: int = 0) -> Request:
+        """The next request, of whose answer `done` tokens exist already."""
+        number = next(self._numbers)
+        length, left = self.args.prompt_tokens + done, self.args.output_tokens - done
+        ids = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+        params = SamplingParams(temperature=self.args.temperature, max_tokens=left, ignore_eos=True, seed=number)
+        return self.engine.add(f"loop-{number}", ids, params, number)
+
+    def step(self) -> None:
+        """One step; requests that ended make room for the next."""
+        ended = sum(request.status is Status.FINISHED for request in self.engine.step())
+        self.finished += ended
+        for _ in range(ended):
+            self._add()
+
+    def warm(self) -> None:
+        """Past the first prefill, and --warm-steps decode steps further."""
+        while any(request.status in (Status.WAITING, Status.PREFILL) for request in self.first):
+            self.step()
+        for _ in range(self.args.warm_steps):
+            self.step()
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
+            self.engine.abort(request.id)
+        while self.engine.busy:
+            self.engine.step()
+
+
+def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One run: tokens per second and what its steps did."""
+    loop = Loop(llm, concurrency, args)
+    loop.warm()
+    llm.engine.counters.__init__()  # type: ignore[misc]
+    counters, plain = llm.engine.counters, []
+    finished, began = loop.finished, time.perf_counter()
+    last, quiet, now = began, False, began
+    while now - began < args.seconds:
+        prefilled = counters.prefill_seconds
+        loop.step()
+        now = time.perf_counter()
+        was_quiet, quiet = quiet, counters.prefill_seconds == prefilled
+        if quiet and was_quiet:  # with results a step late a prefill shows in the interval after its own
+            plain.append(now - last)
+        last = now
+    loop.close()
+    return summary(counters, plain, now - began, loop.finished - finished)
+
+
+def summary(counters: Any, plain: Sequence[float], seconds: float, finished: int) -> dict[str, Any]:
+    """The row of a run. interval_ms: between steps without prefill, gaps of the host included."""
+    steps, lanes = max(counters.steps, 1), max(counters.request_steps, 1)
+    return {
+        "note": SIMULATED,
+        "tokens": counters.emitted,
+        "seconds": seconds,
+        "tokens_per_s": counters.emitted / seconds,
+        "requests_finished": finished,
+        "steps": counters.steps,
+        "step_ms": 1e3 * counters.decode_seconds / steps,
+        "interval_ms": 1e3 * statistics.median(plain) if plain else None,
+        "decode_s": counters.decode_seconds,
+        "rest_s": max(seconds - counters.decode_seconds, 0.0),
+        "running": counters.request_steps / steps,
+        "mean_progress": counters.emitted / lanes,
+        "slots_per_request": counters.slots / lanes,
+        "shapes": dict(counters.shapes),
+    }
+
+
+def cell(models: Models, args: argparse.Namespace, concurrency: int, deadline: float) -> dict[str, Any]:
+    """All arms at one concurrency, in turns."""
+    engines: dict[str, LLM] = {}
+    made: dict[str, Any] = {"concurrency": concurrency, "note": SIMULATED, "skipped": [], "arms": {}}
+    for arm in map(Arm.parse, args.arms.split(",")):
+        try:
+            engines[arm.name] = build(arm, models, args, concurrency)
+        except (RuntimeError, ValueError) as problem:  # one arm that cannot be built leaves the others
+            made["skipped"].append(f"{arm.name}: {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
+            continue
+        graphs = getattr(engines[arm.name].engine.worker, "graphs", None)
+        made["arms"][arm.name] = {
+            **asdict(arm),
+            "graphs": None if graphs is None else asdict(graphs.counters),
+            "runs": [],
+        }
+    for repeat in range(args.repeats):
+        for name in list(engines) if repeat % 2 == 0 else list(engines)[::-1]:
+            if time.perf_counter() > deadline:
+                made["skipped"].append(f"{name}, repetition {repeat}: time is up")
+                continue
+            run = measure(engines[name], concurrency, args) | {"repetition": repeat}
+            made["arms"][name]["runs"].append(run)
+            print(
+                f"c={concurrency} {name:12} {run['tokens_per_s']:9.1f} tokens/s {run['step_ms']:7.2f} ms a step, "
+                f"{run['mean_progress']:.2f} tokens, {run['slots_per_request']:.1f} slots, rest "
+                f"{100 * run['rest_s'] / run['seconds']:.0f}%   [{SIMULATED}]",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+    compare(made["arms"])
+    made["auto_over_best"] = auto_over_best(made["arms"])
+    if torch.cuda.is_available():
+        made["memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return made
+
+
+def release() -> None:
+    """Give back what engines no longer in use held: their caches and graphs lie in reference cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compare(arms: dict[str, Any]) -> None:
+    """Medians, and ratios to the base arm paired by repetition, added to each arm."""
+    base = next((name for name in ("control", "off") if name in arms), next(iter(arms), ""))
+    known = {run["repetition"]: run["tokens_per_s"] for run in arms.get(base, {}).get("runs", [])}
+    for arm in arms.values():
+        rates = [run["tokens_per_s"] for run in arm["runs"]]
+        if not rates:
+            continue
+        arm["tokens_per_s"] = statistics.median(rates)
+        arm["range"] = [min(rates), max(rates)]
+        ratios = [run["tokens_per_s"] / known[run["repetition"]] for run in arm["runs"] if run["repetition"] in known]
+        if ratios:
+            arm |= {"base": base, "ratio": statistics.median(ratios), "interval": interval(ratios)}
+
+
+def auto_over_best(arms: dict[str, Any]) -> float | None:
+    """Median tokens per second of auto over the best of the arms with fixed budgets; None where one is not there."""
+    fixed = [arm["tokens_per_s"] for name, arm in arms.items() if name != "auto" and "tokens_per_s" in arm]
+    auto = arms.get("auto", {}).get("tokens_per_s")
+    return auto / max(fixed) if auto is not None and fixed else None
+
+
+def interval(ratios: Sequence[float]) -> list[float] | None:
+    """95% interval of the mean log ratio; None of fewer than two."""
+    if len(ratios) < 2:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    half = T_95[min(len(logs) - 1, len(T_95) - 1)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return [math.exp(statistics.fmean(logs) - half), math.exp(statistics.fmean(logs) + half)]
+
+
+def geometric_means(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each arm's median ratios over the concurrencies that have it."""
+    ratios: dict[str, list[float]] = {}
+    for one in cells:
+        for name, arm in one["arms"].items():
+            if "ratio" in arm:
+                ratios.setdefault(name, []).append(arm["ratio"])
+    return {name: statistics.geometric_mean(values) for name, values in ratios.items()}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown: tokens per second by concurrency and arm, with the ratio to the base and its interval."""
+    names = list(dict.fromkeys(name for one in record["cells"] for name in one["arms"]))
+    lines = [f"{record['model']}, {SIMULATED}, {record['device']}", "", "| c | " + " | ".join(names) + " |"]
+    lines.append("| --- " * (len(names) + 1) + "|")
+    for one in record["cells"]:
+        shown = []
+        for name in names:
+            arm = one["arms"].get(name, {})
+            text = f"{arm['tokens_per_s']:.0f}" if "tokens_per_s" in arm else "–"
+            if arm.get("interval"):
+                low, high = arm["interval"]
+                text += f" · {arm['ratio']:.2f}× ({low:.2f}…{high:.2f})"
+            shown.append(text)
+        lines.append(f"| {one['concurrency']} | " + " | ".join(shown) + " |")
+    means = [f"{record['geometric_mean'][name]:.2f}×" if name in record["geometric_mean"] else "–" for name in names]
+    return "\n".join([*lines, "| geometric mean | " + " | ".join(means) + " |"])
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random:qwen3-8b")
+    parser.add_argument("--drafter", default="random", help="random, or a drafter folder for the model")
+    parser.add_argument("--arms", default="off,control,tiles,tiles-dvl,full,dvl,auto")
+    parser.add_argument("--concurrency", default="8,16,32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a measured window")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no run begins")
+    parser.add_argument("--warm-steps", type=int, default=40)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=512)
+    parser.add_argument("--prefill-tokens", type=int, default=2048, help="most prompt tokens of a step")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--progress", type=float, default=6.09, help="simulated mean progress of whole blocks")
+    parser.add_argument("--spearman", type=float, default=0.74, help="of predicted with accepted length")
+    parser.add_argument("--trace", default=None, help="a trace file to replay instead")
+    parser.add_argument("--export-trace", type=Path, default=None, help="write what requests would meet, and stop")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path, default=None, help="JSON record with every repetition")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run, write the record, print the table; returns the record."""
+    args = arguments(given)
+    if args.export_trace is not None:
+        export_trace(acceptance(args), args.export_trace, TRACED, args.prompt_tokens + args.output_tokens + 1)
+        return {"trace": str(args.export_trace)}
+    deadline = time.perf_counter() + args.limit
+    models = load_models(args)
+    on_gpu = models.loaded.model.embedding.is_cuda
+    record: dict[str, Any] = {
+        "schema": "dscale.gpu_throughput/1",
+        "note": SIMULATED,
+        "acceptance": acceptance(args).about(),
+        "model": args.model,
+        "dtype": str(models.loaded.model.embedding.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "versions": {"dscale": dscale.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "date": time.strftime("%Y-%m-%d"),
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "cells": [],
+    }
+    for concurrency in map(int, args.concurrency.split(",")):
+        record["cells"].append(cell(models, args, concurrency, deadline))
+        release()
+        record["geometric_mean"] = geometric_means(record["cells"])
+        if args.out is not None:  # after every concurrency: what is cut off later is not lost
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record))
+    return record
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The throughput benchmark in miniature on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dscale.config import InputError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    import gpu_throughput
+
+    return gpu_throughput
+
+
+MINIATURE = [
+    "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "2,4", "--seconds", "0.25",
+    "--repeats", "2", "--warm-steps", "5", "--prompt-tokens", "40", "--output-tokens", "60",
+]  # fmt: skip
+
+
+def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "record.json"
+    record = bench.main([*MINIATURE, "--arms", "off,control,dvl@6,auto", "--out", str(out)])
+    assert json.loads(out.read_text()) == record
+    assert record["note"] == record["acceptance"]["kind"] == "simulated acceptance"
+    assert [one["concurrency"] for one in record["cells"]] == [2, 4]
+    for cell in record["cells"]:
+        assert list(cell["arms"]) == ["off", "control", "dvl@6", "auto"]
+        assert cell["skipped"] == []
+        for arm in cell["arms"].values():
+            assert [run["repetition"] for run in arm["runs"]] == [0, 1]
+            for run in arm["runs"]:
+                assert run["note"] == "simulated acceptance"
+                assert run["tokens_per_s"] == pytest.approx(run["tokens"] / run["seconds"])
+                assert run["decode_s"] + run["rest_s"] == pytest.approx(run["seconds"], rel=0.01)
+                assert cell["concurrency"] - 1.5 < run["running"] <= cell["concurrency"]
+            assert arm["base"] == "control"
+        off, control, dvl = (cell["arms"][name]["runs"][0] for name in ("off", "control", "dvl@6"))
+        assert (off["mean_progress"], off["slots_per_request"]) == (1, 1)
+        assert control["slots_per_request"] == 16
+        assert 3.5 < control["mean_progress"] < 8
+        assert dvl["slots_per_request"] == pytest.approx(6)
+        assert 2.5 < dvl["mean_progress"] < control["mean_progress"] + 1
+        assert cell["auto_over_best"] > 0
+    assert record["geometric_mean"]["control"] == pytest.approx(1)
+    printed = capsys.readouterr()
+    assert "simulated acceptance" in printed.out
+    assert printed.err.count("[simulated acceptance]") == 16
+
+
+def test_time_box_is_kept(bench: ModuleType) -> None:
+    record = bench.main([*MINIATURE, "--arms", "off,full", "--limit", "0"])
+    assert all(len(cell["skipped"]) == 4 for cell in record["cells"])
+    assert record["geometric_mean"] == {}
+
+
+def test_trace_for_another_engine(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.safetensors"
+    monkeypatch.setattr(bench, "TRACED", 3)
+    bench.main(["--prompt-tokens", "10", "--output-tokens", "5", "--export-trace", str(path)])
+    record = bench.main([*MINIATURE, "--arms", "full", "--trace", str(path), "--repeats", "1", "--concurrency", "2"])
+    assert record["acceptance"] == {"kind": "simulated acceptance", "trace": str(path)}
+    assert record["cells"][0]["arms"]["full"]["runs"][0]["mean_progress"] > 1.5
+
+
+def test_arms_by_name(bench: ModuleType) -> None:
+    control, budget = bench.Arm.parse("control"), bench.Arm.parse("dvl@12+narrow+deterministic")
+    assert (control.policy, control.layout, control.eager) == ("full", "wide", True)
+    assert (budget.policy, budget.slots, budget.layout, budget.eager) == ("dvl", 12, "narrow", False)
+    assert budget.deterministic
+    with pytest.raises(InputError, match=r"\['fast'\] not known"):
+        bench.Arm.parse("dvl+fast")
+
+
+def test_intervals_by_hand(bench: ModuleType) -> None:
+    low, high = bench.interval([math.exp(0.1), math.exp(0.3)])
+    assert (math.log(low), math.log(high)) == pytest.approx((0.2 - 12.71 * 0.1, 0.2 + 12.71 * 0.1))
+    assert bench.interval([1.2]) is None
+    arms = {
+        "control": {"runs": [{"repetition": 0, "tokens_per_s": 10.0}, {"repetition": 1, "tokens_per_s": 20.0}]},
+        "auto": {"runs": [{"repetition": 1, "tokens_per_s": 30.0}, {"repetition": 0, "tokens_per_s": 20.0}]},
+    }
+    bench.compare(arms)
+    assert arms["auto"]["ratio"] == pytest.approx(1.75)  # the middle of 2.0 and 1.5, each beside its own repetition
