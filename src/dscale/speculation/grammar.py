@@ -126,6 +126,10 @@ class GrammarCompiler:
         self._bytes = 0
         self._lock = threading.Lock()
 
+    def knows(self, grammar: Grammar) -> bool:
+        """True when `compile` would not have to work."""
+        return grammar in self._kept
+
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar; InputError in one line when it is wrong or cannot be enforced."""
         with self._lock:
