@@ -301,6 +301,9 @@ def test_an_api_key_is_asked_for(browser: Any) -> None:
     complaints: list[str] = []
     with serving(api_key="secret") as url, opened(browser, url, complaints) as page:
         page.wait_for_selector("#key-form:not([hidden])")
+        page.fill("#key", "guess")
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.querySelector('#key-label').textContent.includes('not accept')")
         page.fill("#key", "secret")
         page.click("#key-form button")
         page.wait_for_selector("#connection.live")
