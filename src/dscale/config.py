@@ -302,7 +302,7 @@ class SamplingParams:
         require(self.n >= 1, f"n: {self.n} must be at least 1")
         require(
             0 <= self.temperature <= MOST_TEMPERATURE,
-            f"temperature: {self.temperature} must lie in [0, {MOST_TEMPERATURE:g}]",
+            f"temperature: {self.temperature} must be 0 or positive, and at most {MOST_TEMPERATURE:g}",
         )
         if self.temperature < LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
