@@ -275,6 +275,11 @@ class Grammar:
         return cls("choice", json.dumps(list(texts)))
 
 
+MOST_TEMPERATURE = 1e4  # more is uniform anyway
+LEAST_TEMPERATURE = 1e-5  # less is greedy: no noise outweighs a logit divided by it
+MOST_TOP_K = (1 << 31) - 1  # more than any vocabulary has
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded. Names and defaults follow vLLM's and OpenAI's.
@@ -310,12 +315,14 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "top_k", max(self.top_k, 0) if self.top_k == -1 else self.top_k)
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else min(self.top_k, MOST_TOP_K))
         require(self.n >= 1, f"n: {self.n} must be at least 1")
         require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature: {self.temperature} must be 0 or positive",
+            0 <= self.temperature <= MOST_TEMPERATURE,
+            f"temperature: {self.temperature} must be 0 or positive, and at most {MOST_TEMPERATURE:g}",
         )
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         require(self.top_k >= 0, f"top_k: {self.top_k} must be -1, 0 (off) or positive")
         require(0 < self.top_p <= 1, f"top_p: {self.top_p} must lie in (0, 1]")
         require(0 <= self.min_p <= 1, f"min_p: {self.min_p} must lie in [0, 1]")

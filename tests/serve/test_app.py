@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -488,6 +489,19 @@ def test_models_health_version_metrics_about(url, api):
     assert httpx.get(f"{url}/dscale/about").json()["context_length"] == 512
     api.completions.create(model="tiny", prompt="count me", max_tokens=4)
     assert b"vllm:request_success_total" in httpx.get(f"{url}/metrics").content
+
+
+def test_the_page_needs_no_key_and_nothing_from_elsewhere(scripted):
+    _, url, _ = scripted(Scripted(), api_key=("some-long-key",))
+    page = httpx.get(f"{url}/")
+    assert page.headers["content-type"].startswith("text/html")
+    parts = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+    assert len(parts) >= 3
+    assert all(part.startswith("page/") for part in parts)
+    assert {httpx.get(f"{url}/{part}").status_code for part in parts} == {200}
+    assert httpx.get(f"{url}/page/%2e%2e/v1/models").status_code == 404
+    assert httpx.get(f"{url}/page/%2e%2e/app.py").status_code == 404
+    assert httpx.get(f"{url}/dscale/live").status_code == 401
 
 
 def test_tokens_there_and_back(url):

@@ -162,6 +162,23 @@ def test_invalid_requests_are_refused_and_the_engine_lives_on(play: Play, prompt
     assert link.whole("good").finish_reason == "length"
 
 
+def test_extreme_parameters_do_not_end_the_engine(play: Play):
+    """Each of these overflows some number of the device state when it is passed on as it is."""
+    extremes: list[dict[str, Any]] = [
+        {"temperature": 1e4, "top_k": 1 << 70}, {"temperature": 1e-46, "top_p": 1e-300}, {"temperature": 2e-5},
+        {"repetition_penalty": 1e300}, {"logit_bias": {3: float("inf"), 4: float("-inf")}}, {"max_tokens": 1 << 70},
+        {"logit_bias": {i: float("-inf") for i in range(64)}}, {"repetition_penalty": 1e-300, "min_p": 1.0},
+    ]  # fmt: skip
+    submits = [
+        Submit(str(i), PROMPT, SamplingParams(**{"max_tokens": 8, **more}), (-1) ** i << 62)
+        for i, more in enumerate(extremes)
+    ]
+    link = play({0: submits}, policy="dvl")
+    ended = {delta.id: delta.finish_reason for delta in link.of(Delta) if delta.finish_reason}
+    assert len(ended) + len(link.of(Refused)) == len(extremes)
+    assert set(ended.values()) <= {"stop", "length"}
+
+
 def test_stop_finishes_what_was_accepted_and_refuses_the_rest(play: Play):
     script: Script = {0: [Submit(str(i), PROMPT, greedy(30), i) for i in range(6)], 2: [Stop(60.0)]}
     script[3] = [Submit("late", PROMPT, greedy(4), 0)]

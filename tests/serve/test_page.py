@@ -142,6 +142,7 @@ def test_with_the_real_app_on_a_tiny_engine(browser: Any) -> None:
     client = InProcess(tiny_llm("full"))
     with live(service_of(client)) as url, opened(browser, f"{url}/") as page:
         page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('tiny')")
+        assert "script-src 'self'" in httpx.get(url).headers["content-security-policy"]
         ask(page, others=3)
         shown = wait_for_answer(page)
         body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 256}
@@ -249,6 +250,7 @@ def test_narrow_screens_do_not_scroll_sideways(browser: Any, address: str, width
         wait_for_answer(page)
         page.click("details.settings summary")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.querySelector('#log').clientHeight") < 500  # the strip stays in reach
 
 
 CONTRAST = """() => {
@@ -299,6 +301,9 @@ def test_an_api_key_is_asked_for(browser: Any) -> None:
     complaints: list[str] = []
     with serving(api_key="secret") as url, opened(browser, url, complaints) as page:
         page.wait_for_selector("#key-form:not([hidden])")
+        page.fill("#key", "guess")
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.querySelector('#key-label').textContent.includes('not accept')")
         page.fill("#key", "secret")
         page.click("#key-form button")
         page.wait_for_selector("#connection.live")

@@ -8,7 +8,10 @@ from hypothesis import HealthCheck, settings
 from dscale.serve.app import build_app
 from tests.serve.inprocess import Scripted, service_of
 
-ROUTES = r"^/(v1/(chat/completions|completions|models)|tokenize|detokenize|health|ready|version|metrics|dscale/(about|policy))"
+ROUTES = (
+    r"^/(v1/(chat/completions|completions|models)|tokenize|detokenize|health|ready|"
+    r"version|metrics|dscale/(about|policy))"
+)
 schema = schemathesis.openapi.from_asgi("/openapi.json", build_app(service_of(Scripted(["a", "b"]))))
 
 

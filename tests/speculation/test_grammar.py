@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from dscale.config import Grammar, InputError, SamplingParams
+from dscale.models.tokenizer import Tokenizer
 from dscale.speculation.edits import LogitEdits, apply_edits
 from dscale.speculation.grammar import GrammarCompiler, unpack
-from tests.models.test_tokenizer import byte_tokenizer
+from tests.models.test_tokenizer import byte_tokenizer, sentencepiece
 
 pytest.importorskip("xgrammar")
 TOKENIZER = byte_tokenizer()
@@ -24,9 +25,9 @@ LETTER = {TOKENIZER.encode(chr(byte))[0]: bytes([byte]) for byte in range(128)}
 ID = {letter.decode(): token for token, letter in LETTER.items()}
 
 
-def rows(state, drafts: list[int]) -> list[set[int]]:
+def rows(state, drafts: list[int], vocab: int = VOCAB) -> list[set[int]]:
     mask = state.allowed(torch.tensor(drafts, dtype=torch.int64))
-    assert mask.shape == (len(drafts) + 1, VOCAB)
+    assert mask.shape == (len(drafts) + 1, vocab)
     return [set(row.nonzero().flatten().tolist()) for row in mask]
 
 
@@ -212,6 +213,29 @@ def test_grammars_check_themselves(bad) -> None:
         bad()
     with pytest.raises(InputError, match="ignore_eos"):
         SamplingParams(ignore_eos=True, grammar=Grammar("json_object"))
+
+
+def test_tokenizers_that_put_spaces_between_their_tokens_are_refused() -> None:
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    fast = FastTokenizer(WordLevel({"<end>": 0, "a": 1, "b": 2, "<unk>": 3}, unk_token="<unk>"))
+    words = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>"))
+    with pytest.raises(InputError, match="puts more between its tokens than they spell"):
+        GrammarCompiler(words, 4).compile(Grammar("regex", "ab"))
+
+
+def test_sentencepiece_tokens_spell_their_text() -> None:
+    """Spaces are ▁, bytes are <0x..>, and the space before the first word is not part of the text."""
+    tokenizer = sentencepiece()
+    state = GrammarCompiler(tokenizer, len(tokenizer)).compile(Grammar.choice(["a bé", "abc"])).begin([2])
+    spelt = {tokenizer.backend.convert_ids_to_tokens(id) for id in rows(state, [], len(tokenizer))[0]}
+    assert spelt >= {"a", "ab", "abc"}
+    assert not spelt & {"b", "▁▁", "</s>"}
+    for text in ("a bé", "abc"):
+        ids = [id for id in tokenizer.encode(text) if id not in tokenizer.special_ids]
+        assert tokenizer.decode(ids) == text
 
 
 def test_masks_are_unpacked_lowest_bit_first() -> None:

@@ -136,6 +136,10 @@ class Engine:
             raise InputError(f"{grammar.kind}: a grammar needs a tokenizer; this model has none")
         return self._grammars.compile(grammar)
 
+    def knows(self, grammar: Grammar) -> bool:
+        """True when the grammar is compiled already."""
+        return self._grammars is not None and self._grammars.knows(grammar)
+
     @property
     def busy(self) -> bool:
         """True while any request waits or runs."""

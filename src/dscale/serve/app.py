@@ -30,6 +30,10 @@ from dscale.serve.service import Service
 from dscale.serve.streams import ClientGone, EventStream
 
 PAGE = Path(__file__).parent / "page"
+PAGE_POLICY = (  # what the page may load and call: this server, nothing inline
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
 GONE = 499  # the client closed the connection; nobody reads it
 
 
@@ -203,7 +207,7 @@ def add_page_routes(app: FastAPI, service: Service) -> None:
         page = PAGE / "index.html"
         if not page.is_file():
             return JSONResponse({"served": list(service.settings.names), "api": "/v1", "schema": "/openapi.json"})
-        return FileResponse(page)
+        return FileResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     if PAGE.is_dir():
         app.mount("/page", StaticFiles(directory=PAGE), name="page")

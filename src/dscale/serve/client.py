@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 from dscale.config import InputError
@@ -74,19 +73,16 @@ class Mailbox:
 
 
 def join(first: Delta, then: Delta) -> Delta:
-    """Two consecutive deltas of one request as one."""
-    scored = first.logprobs is not None or then.logprobs is not None
-    return Delta(
-        id=first.id,
-        text=first.text + then.text,
-        token_ids=first.token_ids + then.token_ids,
-        steps=first.steps + then.steps,
-        usage=then.usage,
-        logprobs=(first.logprobs or []) + (then.logprobs or []) if scored else None,
-        prompt_logprobs=first.prompt_logprobs if first.prompt_logprobs is not None else then.prompt_logprobs,
-        finish_reason=then.finish_reason,
-        stop_reason=then.stop_reason,
-    )
+    """`first` with the delta that follows it added, in place."""
+    first.text += then.text
+    first.token_ids += then.token_ids
+    first.steps += then.steps
+    if then.logprobs is not None:
+        first.logprobs = (first.logprobs or []) + then.logprobs
+    if first.prompt_logprobs is None:
+        first.prompt_logprobs = then.prompt_logprobs
+    first.usage, first.finish_reason, first.stop_reason = then.usage, then.finish_reason, then.stop_reason
+    return first
 
 
 class Client:
@@ -209,10 +205,15 @@ class Client:
 
     async def _listen(self) -> int:
         """Hand out what comes until the pipe is closed; then the process' exit code."""
-        with suppress(Closed):
+        try:
             while True:
                 for message in await read_frame(self._child.reader):
                     self._receive(message)
+        except Closed:
+            pass
+        except Exception:  # then nobody would hear of the engine again
+            log.exception("what the engine said cannot be read; it is killed")
+            self._child.kill()
         self._alive = False
         self._give_up(EngineDied(self._last_words()))
         code = await self._child.end()

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from array import array
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dscale.config import POLICIES, InputError
@@ -63,6 +64,8 @@ class EngineLoop:
         self.tally = Tally(llm.engine)
         self.most = llm.config.max_requests + max_waiting
         self._open: dict[str, tuple[Request, Usage]] = {}  # requests, and what of them was told
+        self._compiling: dict[str, tuple[Submit, Future]] = {}  # whose grammar is new, while others run
+        self._threads = ThreadPoolExecutor(1, "grammar")
         self._out: list[object] = []
         self._stop_at: float | None = None
         self._shown_at = 0.0
@@ -76,10 +79,11 @@ class EngineLoop:
 
     def _turn(self) -> bool:
         """Messages, a step, answers; False after the last."""
-        idle = not self.engine.busy and self._stop_at is None
+        idle = not self.engine.busy and not self._compiling and self._stop_at is None
         for message in self.link.receive(None if idle and not self._changed else 0.0):
             self._take(message)
             self._changed = True
+        self._add_compiled()
         if self.engine.busy and self._stop_at is not None and time.monotonic() >= self._stop_at:
             for id in list(self._open):
                 self._abort(id)
@@ -90,7 +94,7 @@ class EngineLoop:
         self._show()
         out, self._out = self._out, []
         self.link.send(out)
-        return self.engine.busy or self._stop_at is None
+        return self.engine.busy or bool(self._compiling) or self._stop_at is None
 
     def _take(self, message: object) -> None:
         if isinstance(message, Submit):
@@ -107,10 +111,29 @@ class EngineLoop:
         if self._stop_at is not None:
             self._out.append(Refused(submit.id, "shutdown", "the server is shutting down"))
             return
-        if len(self._open) >= self.most:
+        if len(self._open) + len(self._compiling) >= self.most:
             full = f"the queue is full: {self.most} requests run or wait; try again later"
             self._out.append(Refused(submit.id, "overloaded", full))
             return
+        grammar = submit.params.grammar
+        if grammar is not None and self.engine.busy and not self.engine.knows(grammar):
+            self._compiling[submit.id] = submit, self._threads.submit(self.engine.compile, grammar)
+        else:
+            self._add(submit)
+
+    def _add_compiled(self) -> None:
+        """Queue requests whose grammar is compiled by now; with nothing else to do, wait for it."""
+        for id, (submit, compiled) in list(self._compiling.items()):
+            if not compiled.done() and self.engine.busy:
+                continue
+            del self._compiling[id]
+            error = compiled.exception()
+            if error is None:
+                self._add(submit)
+            else:
+                self._out.append(Refused(id, "invalid", str(error)))
+
+    def _add(self, submit: Submit) -> None:
         try:
             prompt = list(array("q", submit.prompt))
             request = self.engine.add(submit.id, prompt, submit.params, submit.seed)
@@ -120,6 +143,7 @@ class EngineLoop:
         self._open[submit.id] = request, Usage(prompt_tokens=len(prompt))
 
     def _abort(self, id: str) -> None:
+        self._compiling.pop(id, None)
         if id in self._open:
             self.engine.abort(id)
             self._tell(self._open[id][0])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from dscale.serve.answers import event
 from dscale.serve.errors import ApiError
@@ -55,23 +55,28 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send what comes until the end."""
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        start: Message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         self._log["error"] = "client_gone"  # unless it turns out otherwise
         async with aclosing(self._events):
             with suppress(TimeoutError):
-                await asyncio.wait_for(send(start), STALLED)
+                await _sent(send, start)
                 try:
                     async for piece in self._events:
-                        await asyncio.wait_for(_body(send, piece, True), STALLED)
+                        await _sent(send, _body(piece, True))
                     del self._log["error"]
                 except ApiError as error:
                     self._log["error"] = error.code
-                    await asyncio.wait_for(_body(send, event(error.body()), True), STALLED)
-                await asyncio.wait_for(_body(send, b"", False), STALLED)
+                    await _sent(send, _body(event(error.body()), True))
+                await _sent(send, _body(b"", False))
 
 
-async def _body(send: Send, body: bytes, more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+async def _sent(send: Send, message: Message) -> None:
+    async with asyncio.timeout(STALLED):
+        await send(message)
+
+
+def _body(body: bytes, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 async def first_of(events: AsyncGenerator[bytes, None], request: Request) -> AsyncGenerator[bytes, None]:

@@ -126,6 +126,10 @@ class GrammarCompiler:
         self._bytes = 0
         self._lock = threading.Lock()
 
+    def knows(self, grammar: Grammar) -> bool:
+        """True when `compile` would not have to work."""
+        return grammar in self._kept
+
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar; InputError in one line when it is wrong or cannot be enforced."""
         with self._lock:
@@ -191,6 +195,7 @@ class GrammarCompiler:
             self._tokenizer.backend, vocab_size=self._vocab_size, stop_token_ids=ends
         )
         decoded, special = whole.decoded_vocab, self.special_ids
+        self._require_plain_text(decoded)
         kept = [b"" if id in special or not keep(token) else token for id, token in enumerate(decoded)]
         info = xgrammar.TokenizerInfo(
             kept,
@@ -200,6 +205,16 @@ class GrammarCompiler:
             add_prefix_space=whole.add_prefix_space,
         )
         return xgrammar.GrammarCompiler(info, max_threads=min(4, os.cpu_count() or 1), cache_enabled=False)
+
+    def _require_plain_text(self, decoded: Sequence[bytes]) -> None:
+        """InputError unless an answer is its tokens' bytes one after another, as a grammar takes it to be."""
+        plain = [id for id, token in enumerate(decoded) if token.isascii() and token.isalnum()]
+        sample = [id for id in plain[:: len(plain) // 64 + 1] if id not in self.special_ids]
+        spelt, text = b"".join(decoded[id] for id in sample).decode("ascii"), self._tokenizer.decode(sample)
+        require(
+            bool(sample) and spelt == text,
+            "grammar: this tokenizer puts more between its tokens than they spell; it cannot follow grammars",
+        )
 
 
 def _require_xgrammar(kind: str) -> None:

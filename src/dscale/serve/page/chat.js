@@ -82,8 +82,9 @@ class Answer {
       this.body.append(group);
     }
     const token = document.createElement(draft ? "b" : "span");
-    token.textContent = text;
-    group.append(token);
+    const blank = draft && !group.querySelector("b") && text.trim() ? text.match(/^\s*/)[0] : ""; // a tint starts at ink
+    token.textContent = text.slice(blank.length);
+    group.append(blank, token);
   }
 
   describe(index) {

@@ -66,6 +66,8 @@ async function follow() {
         redraw();
       }
     } catch { /* said below */ }
+    latest = null;
+    drawStrip([]); // what was last heard is not the batch any more
     connection("lost", keyWanted() ? "API key needed" : "not connected");
     await (keyWanted() ? keyGiven().then(introduce) : new Promise((resolve) => setTimeout(resolve, wait * 1000)));
   }

@@ -10,7 +10,8 @@ export async function call(path, options = {}) {
   const response = await fetch(path, { ...options, headers });
   if (response.status === 401) {
     $("key-form").hidden = false;
-    throw new Error(key ? "The server did not accept this API key." : "The server asks for an API key.");
+    $("key-label").textContent = key ? "The server did not accept this API key" : "The server asks for an API key";
+    throw new Error(`${$("key-label").textContent}.`);
   }
   if (!response.ok) throw new Error(await reason(response));
   return response;
