@@ -63,7 +63,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def tiny_llm(policy: str = "full", **options: Any) -> LLM:
     """A random llama of one token a byte with a random drafter."""
-    target = replace(tiny_target("llama", vocab=257), tokenizer=byte_tokenizer(), name="tiny")
+    target = replace(tiny_target("llama", vocab=257), own_tokenizer=byte_tokenizer(), name="tiny")
     return make_llm(target, policy, tiny_drafter(target), **options)
 
 
