@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dscale.config import Grammar, InputError, require
 from dscale.models.tokenizer import Tokenizer
+from dscale.speculation.patterns import refuse_unfollowed_regex
 from dscale.speculation.schema import enforceable
 from dscale.speculation.utf8 import Joins, could_be_utf8
 
@@ -159,7 +160,7 @@ class GrammarCompiler:
         by_kind: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
             "json_object": lambda _: self._schema({"type": "object"}),
             "json_schema": lambda text: self._schema(enforceable(_json(text, "json_schema"))),
-            "regex": lambda text: self._text.compile_regex(text),
+            "regex": self._regex,
             "choice": lambda text: self._text.compile_grammar(_alternatives(_json(text, "choice"))),
             "ebnf": lambda text: self._text.compile_grammar(text),
         }
@@ -171,6 +172,10 @@ class GrammarCompiler:
             raise InputError(f"{grammar.kind}: {_reason(error)}") from None
         _refuse_nothing(grammar.kind, compiled, self._vocab_size)
         return compiled
+
+    def _regex(self, text: str) -> xgrammar.CompiledGrammar:
+        refuse_unfollowed_regex(text)
+        return self._text.compile_regex(text)
 
     def _schema(self, schema: Any) -> xgrammar.CompiledGrammar:
         return self._json.compile_json_schema(json.dumps(schema), max_whitespace_cnt=WHITESPACE)
