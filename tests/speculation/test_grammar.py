@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from contextlib import suppress
+from itertools import product
 
 import jsonschema
 import pytest
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dscale.config import Grammar, InputError, SamplingParams
 from dscale.models.tokenizer import Tokenizer
 from dscale.speculation.edits import LogitEdits, apply_edits
 from dscale.speculation.grammar import GrammarCompiler, unpack
+from dscale.speculation.utf8 import could_be_utf8
 from tests.models.test_tokenizer import byte_tokenizer, sentencepiece
 
 pytest.importorskip("xgrammar")
@@ -22,6 +26,7 @@ END = len(TOKENIZER) - 1
 VOCAB = len(TOKENIZER) + 6  # a head wider than its tokenizer
 COMPILER = GrammarCompiler(TOKENIZER, VOCAB)
 LETTER = {TOKENIZER.encode(chr(byte))[0]: bytes([byte]) for byte in range(128)}
+BYTE_OF = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
 ID = {letter.decode(): token for token, letter in LETTER.items()}
 
 
@@ -153,6 +158,9 @@ def test_json_object_gives_objects(seed: int) -> None:
         (Grammar("json_schema", "{"), "json_schema: not JSON"),
         (Grammar("json_schema", '{"items":' * 300 + "{}" + "}" * 300), "nested deeper than 64"),
         (Grammar("json_schema", "[" * 50_000), "not JSON"),
+        (schema(a={"type": "string", "pattern": r"\Aab\Z"}), "anchors"),
+        (Grammar("regex", "a$b"), "regex: only \\^ and \\$ are allowed as anchors"),
+        (Grammar("regex", "(?i)a"), "regex: flags cannot be enforced"),
         (Grammar("regex", "a(b"), "regex: Regex parsing error at position 4: The parenthesis is not closed"),
         (Grammar("ebnf", 'root ::= "a" x'), 'Rule "x" is not defined'),
         (Grammar("ebnf", "root ::= root"), "no text that this model's tokens can spell"),
@@ -236,6 +244,30 @@ def test_sentencepiece_tokens_spell_their_text() -> None:
     for text in ("a bé", "abc"):
         ids = [id for id in tokenizer.encode(text) if id not in tokenizer.special_ids]
         assert tokenizer.decode(ids) == text
+
+
+def begins_utf8(start: bytes) -> bool:
+    """Brute force: some tail of at most three bytes makes it UTF-8."""
+    for tail in (tail for size in range(4) for tail in product(b"\x80\x9f\xa0\xbf", repeat=size)):
+        with suppress(UnicodeDecodeError):
+            (start + bytes(tail)).decode()
+            return True
+    return False
+
+
+def test_texts_are_utf8() -> None:
+    """Byte by byte, with drafts: what may follow is exactly what still can become UTF-8."""
+    token = {byte: TOKENIZER.backend.convert_tokens_to_ids(symbol) for symbol, byte in BYTE_OF.items()}
+    for start in ([], [0xE0], [0xED], [0xED, 0x9F], [0xF0], [0xF4], [0xF1, 0x80], [0xC3]):
+        expected = {token[byte] for byte in range(256) if begins_utf8(bytes([*start, byte]))}
+        state = COMPILER.compile(Grammar("regex", "[^q]{3}")).begin([END])
+        drafts = [token[byte] for byte in start]
+        assert rows(state, drafts)[-1] == expected - {ID["q"]}
+        state.commit(drafts)
+        assert rows(state, [])[0] == expected - {ID["q"]}
+    assert could_be_utf8("é".encode()[1:] + "aé".encode()[:-1])
+    assert not could_be_utf8(b"a\x80")
+    assert not could_be_utf8(b"a\xed\xa0")
 
 
 def test_masks_are_unpacked_lowest_bit_first() -> None:

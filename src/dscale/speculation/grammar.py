@@ -25,7 +25,9 @@ from torch import Tensor
 
 from dscale.config import Grammar, InputError, require
 from dscale.models.tokenizer import Tokenizer
+from dscale.speculation.patterns import refuse_unfollowed_regex
 from dscale.speculation.schema import enforceable
+from dscale.speculation.utf8 import Joins, could_be_utf8
 
 if TYPE_CHECKING:
     import xgrammar
@@ -39,22 +41,23 @@ MAX_CACHED = 256
 class GrammarState:
     """Where one request stands in its grammar."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int, end_ids: Sequence[int]) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: xgrammar.GrammarMatcher, joins: Joins, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._matcher, self._joins, self._vocab_size = matcher, joins, vocab_size
         self._end_ids = list(end_ids)
+        self._last: int | None = None
         self._stuck = False
 
     def allowed(self, drafts: Tensor) -> Tensor:
         """Tokens allowed in row j after drafts 1…j: drafts [k-1] int64 → bool [k, V] on the same device."""
         words = torch.full((len(drafts) + 1, -(-self._vocab_size // WORD)), -1, dtype=torch.int32)
-        accepted = 0
+        accepted, before = 0, self._last
         for row, draft in enumerate([*drafts.tolist(), None]):
             if self._matcher.is_terminated():
                 break
-            self._fill(words, row)
+            self._fill(words, row, before)
             if draft is None or not _allows(words[row], draft) or not self._matcher.accept_token(draft):
                 break
-            accepted += 1
+            accepted, before = accepted + 1, draft
         if accepted:
             self._matcher.rollback(accepted)
         return unpack(words.to(drafts.device, non_blocking=True), self._vocab_size)
@@ -64,11 +67,13 @@ class GrammarState:
         for token in tokens:
             if not self._stuck and not self._matcher.accept_token(token):
                 self._stuck = True  # it ended where nothing was allowed
+            self._last = token
 
-    def _fill(self, words: Tensor, row: int) -> None:
+    def _fill(self, words: Tensor, row: int, before: int | None) -> None:
         """The words of a row. Where no token of the vocabulary can go on, the text can only end."""
         if not self._stuck:
             self._matcher.fill_next_token_bitmask(words, row)
+            self._joins.restrict(words[row], before)
             if words[row].any():
                 return
         words[row] = 0
@@ -102,6 +107,7 @@ class CompiledGrammar:
     """A grammar over the tokens of one model. special_ids: tokens that are no text."""
 
     compiled: xgrammar.CompiledGrammar
+    joins: Joins
     vocab_size: int
     special_ids: frozenset[int]
 
@@ -111,7 +117,7 @@ class CompiledGrammar:
 
         ends = [token for token in end_ids if token in self.special_ids]
         matcher = xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
-        return GrammarState(matcher, self.vocab_size, ends)
+        return GrammarState(matcher, self.joins, self.vocab_size, ends)
 
 
 class GrammarCompiler:
@@ -135,7 +141,7 @@ class GrammarCompiler:
         with self._lock:
             found = self._kept.get(grammar)
         if found is None:  # outside the lock: one slow grammar holds up no other
-            found = CompiledGrammar(self._compile(grammar), self._vocab_size, self.special_ids)
+            found = CompiledGrammar(self._compile(grammar), self._joins, self._vocab_size, self.special_ids)
         with self._lock:
             return self._keep(grammar, found)
 
@@ -154,7 +160,7 @@ class GrammarCompiler:
         by_kind: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
             "json_object": lambda _: self._schema({"type": "object"}),
             "json_schema": lambda text: self._schema(enforceable(_json(text, "json_schema"))),
-            "regex": lambda text: self._text.compile_regex(text),
+            "regex": self._regex,
             "choice": lambda text: self._text.compile_grammar(_alternatives(_json(text, "choice"))),
             "ebnf": lambda text: self._text.compile_grammar(text),
         }
@@ -167,6 +173,10 @@ class GrammarCompiler:
         _refuse_nothing(grammar.kind, compiled, self._vocab_size)
         return compiled
 
+    def _regex(self, text: str) -> xgrammar.CompiledGrammar:
+        refuse_unfollowed_regex(text)
+        return self._text.compile_regex(text)
+
     def _schema(self, schema: Any) -> xgrammar.CompiledGrammar:
         return self._json.compile_json_schema(json.dumps(schema), max_whitespace_cnt=WHITESPACE)
 
@@ -176,6 +186,27 @@ class GrammarCompiler:
         backend = self._tokenizer.backend
         marked = {id for id, token in backend.added_tokens_decoder.items() if token.special}
         return frozenset(marked | set(backend.all_special_ids) | set(self._tokenizer.eos_token_ids))
+
+    @cached_property
+    def _whole(self) -> xgrammar.TokenizerInfo:
+        """Every token as xgrammar reads it."""
+        import xgrammar
+
+        ends = list(self._tokenizer.eos_token_ids) or None
+        return xgrammar.TokenizerInfo.from_huggingface(
+            self._tokenizer.backend, vocab_size=self._vocab_size, stop_token_ids=ends
+        )
+
+    @cached_property
+    def _tokens(self) -> list[bytes]:
+        """The bytes of every token; none for what is no text or cannot stand in UTF-8."""
+        decoded, special = self._whole.decoded_vocab, self.special_ids
+        self._require_plain_text(decoded)
+        return [b"" if id in special or not could_be_utf8(token) else token for id, token in enumerate(decoded)]
+
+    @cached_property
+    def _joins(self) -> Joins:
+        return Joins.of(self._tokens)
 
     @cached_property
     def _text(self) -> xgrammar.GrammarCompiler:
@@ -190,19 +221,12 @@ class GrammarCompiler:
     def _compiler(self, keep: Callable[[bytes], bool]) -> xgrammar.GrammarCompiler:
         import xgrammar
 
-        ends = list(self._tokenizer.eos_token_ids) or None
-        whole = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer.backend, vocab_size=self._vocab_size, stop_token_ids=ends
-        )
-        decoded, special = whole.decoded_vocab, self.special_ids
-        self._require_plain_text(decoded)
-        kept = [b"" if id in special or not keep(token) else token for id, token in enumerate(decoded)]
         info = xgrammar.TokenizerInfo(
-            kept,
+            [token if keep(token) else b"" for token in self._tokens],
             xgrammar.VocabType.RAW,
             vocab_size=self._vocab_size,
-            stop_token_ids=ends,
-            add_prefix_space=whole.add_prefix_space,
+            stop_token_ids=list(self._whole.stop_token_ids),
+            add_prefix_space=self._whole.add_prefix_space,
         )
         return xgrammar.GrammarCompiler(info, max_threads=min(4, os.cpu_count() or 1), cache_enabled=False)
 

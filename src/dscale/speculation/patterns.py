@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any
@@ -12,8 +13,6 @@ from typing import Any
 from dscale.config import InputError, require
 
 ESCAPED = {ord('"'), ord("\\"), *range(0x20)}  # characters that a JSON string cannot hold as they are
-STARTS = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
-ENDS = (sre.AT_END, sre.AT_END_STRING)
 
 
 def refuse_unsafe_pattern(pattern: Any, where: str) -> None:
@@ -23,28 +22,30 @@ def refuse_unsafe_pattern(pattern: Any, where: str) -> None:
     character JSON escapes, or mixes letters beyond ASCII with classes that hold one, xgrammar would write unescaped.
     """
     require(isinstance(pattern, str), f"json_schema: the pattern at {where} is not text")
-    tree = _parse(pattern, where)
-    for code, _ in _nodes(tree):
-        named = {sre.ASSERT: "look-around", sre.ASSERT_NOT: "look-around", sre.GROUPREF: "back-references"}.get(code)
-        require(named is None, f"json_schema: pattern {pattern!r} at {where}: {named} cannot be enforced")
-    require(
-        _anchors_outside(tree), f"json_schema: pattern {pattern!r} at {where}: anchors are allowed at its ends alone"
-    )
+    name = f"json_schema: pattern {pattern!r} at {where}"
+    try:
+        tree = sre_parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InputError(f"{name} is no regular expression ({error})") from None
+    _refuse_ignored(tree, name)
     require(
         "json_string=true" in _as_grammar(pattern, where) or not any(_holds_escaped(*node) for node in _nodes(tree)),
         f"json_schema: pattern {pattern!r} at {where} holds characters that JSON escapes; it cannot be enforced",
     )
 
 
-def _parse(pattern: str, where: str) -> Any:
-    try:
-        tree = sre_parser.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(f"json_schema: pattern {pattern!r} at {where} is no regular expression ({error})") from None
-    require(
-        not tree.state.flags & ~re.UNICODE, f"json_schema: pattern {pattern!r} at {where}: flags cannot be enforced"
-    )
-    return tree
+def refuse_unfollowed_regex(pattern: str) -> None:
+    """InputError for parts of a regular expression that xgrammar would read over; what is wrong it says itself."""
+    with suppress(re.error, RecursionError, OverflowError):
+        _refuse_ignored(sre_parser.parse(pattern), "regex")
+
+
+def _refuse_ignored(tree: Any, name: str) -> None:
+    for code, _ in _nodes(tree):
+        named = {sre.ASSERT: "look-around", sre.ASSERT_NOT: "look-around", sre.GROUPREF: "back-references"}.get(code)
+        require(named is None, f"{name}: {named} cannot be enforced")
+    require(_anchors_outside(tree), f"{name}: only ^ and $ are allowed as anchors, at its ends")
+    require(not tree.state.flags & ~re.UNICODE, f"{name}: flags cannot be enforced")
 
 
 def _as_grammar(pattern: str, where: str) -> str:
@@ -78,9 +79,9 @@ def _anchors_outside(tree: Any) -> bool:
     items = list(tree)
     if len(items) == 1 and items[0][0] is sre.BRANCH:
         return all(_anchors_outside(branch) for branch in items[0][1][1])
-    if items and items[0] in [(sre.AT, one) for one in STARTS]:
+    if items and items[0] == (sre.AT, sre.AT_BEGINNING):
         items = items[1:]
-    if items and items[-1] in [(sre.AT, one) for one in ENDS]:
+    if items and items[-1] == (sre.AT, sre.AT_END):
         items = items[:-1]
     return not any(code is sre.AT for code, _ in _nodes(items))
 
