@@ -51,7 +51,7 @@ def target() -> LoadedTarget:
     """A random target over bytes, with a head wider than its tokenizer and an end token."""
     bare = tiny_target("llama", vocab=len(TOKENIZER) + 3)
     config = replace(bare.config, eos_token_ids=(END,))
-    return replace(bare, model=random_target(config, 1), config=config, tokenizer=TOKENIZER)
+    return replace(bare, model=random_target(config, 1), config=config, own_tokenizer=TOKENIZER)
 
 
 def engine(policy: str, **options: Any) -> LLM:
