@@ -94,7 +94,10 @@ class Run:
         await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
         if self.hurry.is_set():
             stopping.cancel()
-            await self.client.stop(0.0)
+            left = await self.client.stop(0.0)
+        else:
+            left = stopping.result()
+        self.code = 1 if left else 0  # the engine may have died while it was to finish
         await self._open_ends(LAST_WORDS)
 
     async def _open_ends(self, seconds: float) -> None:
