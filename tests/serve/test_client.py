@@ -108,7 +108,13 @@ def test_closing_and_cancelling_abort_and_free_the_pages(run: Run, client: Clien
 
 def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(run: Run, client: Client):
     quick = run(answer(client, "quick", prompt(2), endless()))
-    reads = 0
+    run(quiet(client))
+    reads, before = 0, client.snapshot.counters["emitted"]
+
+    async def finished() -> None:
+        async with asyncio.timeout(10):
+            while client.snapshot.counters["emitted"] < before + len(quick.token_ids):
+                await asyncio.sleep(0.02)
 
     async def slowly() -> Delta:
         nonlocal reads
@@ -117,7 +123,7 @@ def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(run: Run, client: C
             async for delta in deltas:
                 reads += 1
                 whole = delta if whole is None else join(whole, delta)
-                await quiet(client)  # the engine has long finished
+                await finished()  # by the engine's own account
         assert whole is not None
         return whole
 
@@ -164,8 +170,9 @@ def test_kill_is_noticed_at_once(run: Run, options: dict[str, Any]):
     async def killed() -> tuple[list[Any], float, int, Client]:
         client = await Client.start(**options)
         assert client.alive
-        tasks = [asyncio.create_task(answer(client, str(i), prompt(i), endless(), 0.05)) for i in range(4)]
-        await asyncio.sleep(0.2)
+        first = client.generate(Submit("first", prompt(0), endless(), 0))
+        tasks = [asyncio.create_task(answer(client, str(i), prompt(i), endless())) for i in range(120)]
+        await anext(first)  # it decodes; most of the others wait for one of 16 places
         began = time.monotonic()
         os.kill(client.pid, signal.SIGKILL)
         results = await asyncio.gather(*tasks, return_exceptions=True)
