@@ -29,6 +29,11 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
+def workshop_dtype(name: str, device: str) -> torch.dtype:
+    """The dtype of training and offline evaluation: auto is float32, the reference, on a CPU and bfloat16 on a GPU."""
+    return resolve_dtype(("float32" if device == "cpu" else "bfloat16") if name == "auto" else name)
+
+
 def resolve_dtype(name: str) -> torch.dtype:
     """The torch dtype for one of the names in DTYPES."""
     require(name in DTYPES, f"dtype: {name!r} is not known; allowed are {', '.join(DTYPES)}")

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from dscale.cli import options as o
 from dscale.config import InputError, require
+from dscale.versions import versions
 
 app = typer.Typer(
     name="check",
@@ -57,7 +58,7 @@ def features(
     config = FeatureCheck(target, read_taps(taps), drafter, dtype, device, length)
     with o.reporting() as report:
         record = run(config, TEXTS if prompts is None else texts_of(prompts), report)
-    record["versions"] = o.versions()
+    record["versions"] = versions()
     if json:
         print(json_text.dumps(record))
     else:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from dscale.cli import options as o
 from dscale.config import SamplingParams, require
+from dscale.versions import versions
 
 if TYPE_CHECKING:
     from dscale.engine.llm import LLM
@@ -130,7 +131,7 @@ def to_record(model: str, llm: LLM, arms: dict[str, Arm], answers: dict[str, lis
             }
             for arm in arms.values()
         ],
-        "versions": o.versions(),
+        "versions": versions(),
     }
 
 

@@ -20,6 +20,7 @@ import typer
 
 from dscale.cli import options as o
 from dscale.config import Grammar, InputError, SamplingParams, require
+from dscale.versions import versions
 
 if TYPE_CHECKING:
     from dscale.engine.llm import LLM
@@ -237,5 +238,5 @@ def summarise(llm: LLM, outputs: list[RequestOutput], seconds: float) -> dict[st
         "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
         "mean_progress": tokens / steps if steps else 0.0,
         "slots_per_request": sum(one.slots for one in metrics) / steps if steps else 0.0,
-        "versions": o.versions(),
+        "versions": versions(),
     }

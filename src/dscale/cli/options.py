@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,21 +83,6 @@ def progress_bar() -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
-
-
-def versions() -> dict[str, str]:
-    """Versions a record should carry."""
-    import torch
-    import transformers
-
-    import dscale
-
-    return {
-        "dscale": dscale.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
 
 
 @contextmanager

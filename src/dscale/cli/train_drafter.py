@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dscale.cli import options
-from dscale.config import require, resolve_dtype
+from dscale.config import require, workshop_dtype
 
 
 def drafter(
@@ -88,8 +88,7 @@ def drafter(
     from dscale.train.world import World
 
     world = World(device)
-    chosen = dtype if dtype != "auto" else "bfloat16" if world.cuda else "float32"
-    loaded = load_target(target, resolve_dtype(chosen), str(world.device))
+    loaded = load_target(target, workshop_dtype(dtype, str(world.device)), str(world.device))
     with options.reporting() as report:
         summary = train_drafter(config, loaded, corpus, out, report, _tell, world, tensorboard, cache)
     first = world.first

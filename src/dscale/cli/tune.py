@@ -173,7 +173,7 @@ def tune(
     require(gpus >= 1, f"--gpus: {gpus} must be positive")
     trains = {"epochs": epochs, "seconds": seconds, "steps": steps, "init": init, "width": width, "layers": layers}
     training = trains | {"distil": distil, "seed": seed}
-    drafter = own_drafter(target) if drafter == "auto" else drafter
+    drafter = drafter_with(target) if drafter == "auto" else drafter
     if drafter is not None:
         useless = [name for name, value in trains.items() if value is not None]
         require(not useless, f"--{' --'.join(useless)}: go with training, but --drafter gives a drafter")
@@ -272,12 +272,11 @@ def assemble(asked: Tuning, commands: list[str]) -> Path:
     return tuned
 
 
-def own_drafter(target: str) -> str:
+def drafter_with(target: str) -> str:
     """Folder of the drafter that comes with a target (a bundle's, or the one that ships for an alias)."""
-    from dscale.models.aliases import shipped_drafter
-    from dscale.models.loader import open_target
+    from dscale.models.loader import open_target, own_drafter
 
     opened = open_target(target)
-    found = opened.bundle.drafter if opened.bundle else shipped_drafter(opened.alias)
+    found = own_drafter(opened.bundle, opened.alias)
     require(found is not None, f"--drafter auto: no drafter comes with {target}; give a folder")
     return str(found)

@@ -11,7 +11,6 @@ made from the shards.
 from __future__ import annotations
 
 import hashlib
-import platform
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dscale.config import PAGE_SIZE, SamplingParams, require, resolve_dtype
+from dscale.config import PAGE_SIZE, SamplingParams, require, workshop_dtype
 from dscale.engine.llm import LLM, resolve_device
 from dscale.evaluate.answer_shards import read_answers, write_answers, write_matches
 from dscale.evaluate.conversations import Answered, check_offline, match_rows, one_per_row
@@ -35,6 +34,7 @@ from dscale.train.anchors import TILE
 from dscale.train.artifacts import TIMING, Report, Stage, read_json, silent, write_bytes, write_json
 from dscale.train.forward import BlockForward, ForwardConfig
 from dscale.train.rows import PARTS, PackedRows, load_part, take_rows
+from dscale.versions import versions
 
 SCHEMA = "dscale.evaluate_drafter/1"
 PRESETS: dict[str, dict[str, Any]] = {
@@ -129,24 +129,19 @@ def write_results(stage: Stage, pair: Pair) -> dict[str, Any]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and device of a record."""
-    import transformers
-
-    import dscale
-
-    versions = {"dscale": dscale.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"versions": versions | {"python": platform.python_version()}, "device": name}
+    return {"versions": versions(), "device": name}
 
 
 def load_pair(target: str, drafter: str, config: EvaluateConfig) -> Pair:
     """Target and drafter on the device in the dtype asked for (auto: bfloat16 on a GPU, else float32)."""
     device = resolve_device(config.device)
-    name = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    loaded = load_target(target, resolve_dtype(name), device)
+    dtype = workshop_dtype(config.dtype, device)
+    loaded = load_target(target, dtype, device)
     folder = loaded.own_drafter if drafter == "auto" else drafter
     require(folder is not None, f"drafter: none ships for {target}; give a drafter folder")
     assert folder is not None
-    model = load_drafter(folder, loaded.model, resolve_dtype(name), device, config.layout)
+    model = load_drafter(folder, loaded.model, dtype, device, config.layout)
     return narrowed(Pair(loaded, model, drafter_hash(folder)), config.width)
 
 

@@ -8,7 +8,6 @@ resamples. They hold what prompts make uncertain, not the timing of steps.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
@@ -33,12 +32,13 @@ from dscale.train.artifacts import (
     MANIFEST,
     TIMING,
     Report,
-    Shard,
     Stage,
     check_shard,
+    encoded,
+    file_hash,
     read_json,
     silent,
-    write_bytes,
+    write_file,
     write_json,
 )
 from dscale.train.predictor import FitConfig, split_by_prompt
@@ -140,7 +140,7 @@ def _inputs(config: PoliciesConfig) -> dict[str, Any]:
 
 def _digest(path: Path) -> str:
     require(path.is_file(), f"{path}: no such file")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return file_hash(path)
 
 
 def _check_projections(predictor: Predictor | None, source: Stage, config: PoliciesConfig) -> None:
@@ -196,7 +196,7 @@ def _costs(config: PoliciesConfig, source: Stage, stage: Stage, report: Report) 
             record = read_costs(Path(config.costs_file))[1]
         else:
             record = _measured(config, source, report)
-        stage.add(_listed(stage.folder, COST_FILE, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()))
+        stage.add(write_file(stage.folder, COST_FILE, encoded(record), "record"))
     return read_costs(stage.folder / COST_FILE)
 
 
@@ -259,12 +259,7 @@ def _write(stage: Stage, record: dict[str, Any]) -> None:
     drawn = plot_policies(record)
     record["plot"] = bool(drawn)
     for name, data in sorted(drawn.items()):
-        stage.add(_listed(stage.folder, name, data))
-    stage.add(_listed(stage.folder, TABLE, table(record).encode()))
-    stage.add(_listed(stage.folder, RECORD, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()))
+        stage.add(write_file(stage.folder, name, data, "record"))
+    stage.add(write_file(stage.folder, TABLE, table(record).encode(), "record"))
+    stage.add(write_file(stage.folder, RECORD, encoded(record), "record"))
     stage.finish({"concurrency": sorted(record["concurrency"], key=int), "used": record["traces"]["used"]})
-
-
-def _listed(folder: Path, name: str, data: bytes) -> Shard:
-    write_bytes(folder / name, data)
-    return Shard(name, hashlib.sha256(data).hexdigest(), len(data), "record")

@@ -20,6 +20,16 @@ from dscale.models.tokenizer import Tokenizer
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
+def own_drafter(bundle: Bundle | None, alias: str | None) -> Path | None:
+    """Folder of the drafter that comes with a target: the bundle's, or the one shipped for an alias."""
+    return bundle.drafter if bundle else shipped_drafter(alias)
+
+
+def own_predictor(bundle: Bundle | None, alias: str | None) -> Path | None:
+    """Folder of the predictor that comes with a target."""
+    return bundle.predictor if bundle else shipped_predictor(alias)
+
+
 @dataclass(frozen=True)
 class LoadedTarget:
     """A target ready to run. name is what the user gave; alias and bundle are set when that was such a thing.
@@ -44,12 +54,12 @@ class LoadedTarget:
     @property
     def own_drafter(self) -> Path | None:
         """Folder of the drafter that comes with it: the bundle's, or the one shipped for an alias."""
-        return self.bundle.drafter if self.bundle else shipped_drafter(self.alias)
+        return own_drafter(self.bundle, self.alias)
 
     @property
     def own_predictor(self) -> Path | None:
         """Folder of the predictor that comes with it."""
-        return self.bundle.predictor if self.bundle else shipped_predictor(self.alias)
+        return own_predictor(self.bundle, self.alias)
 
 
 def load_target(source: str, dtype: torch.dtype, device: str = "cpu") -> LoadedTarget:

@@ -7,10 +7,9 @@ from typing import Any
 
 from dscale.config import InputError, require
 from dscale.engine.llm import resolve_device
-from dscale.models.aliases import shipped_drafter, shipped_predictor
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.models.inspection import inspect_checkpoint
-from dscale.models.loader import OpenedTarget, open_target
+from dscale.models.loader import OpenedTarget, open_target, own_drafter, own_predictor
 from dscale.serve.settings import ServerSettings
 from dscale.speculation.predictor import read_config
 
@@ -48,7 +47,7 @@ def _sound(name: str, record: dict[str, Any]) -> dict[str, Any]:
 def _drafter(settings: ServerSettings, opened: OpenedTarget, target: str) -> str | Path | None:
     if settings.policy == "off":
         return None
-    own = opened.bundle.drafter if opened.bundle else shipped_drafter(opened.alias)
+    own = own_drafter(opened.bundle, opened.alias)
     drafter = own if settings.drafter == "auto" else None if settings.drafter == "none" else settings.drafter
     if drafter is None:
         require(settings.policy == "auto", f"policy: {settings.policy!r} needs a drafter; give one with --drafter")
@@ -63,7 +62,7 @@ def _predictor(settings: ServerSettings, opened: OpenedTarget, drafter: str | Pa
         return None
     bound = drafter_hash(drafter)
     if settings.predictor == "auto":
-        own = opened.bundle.predictor if opened.bundle else shipped_predictor(opened.alias)
+        own = own_predictor(opened.bundle, opened.alias)
         found = own if own is not None and read_config(own).drafter_hash == bound else None
         needs = settings.policy.startswith("dvl") and found is None
         require(not needs, f"policy: {settings.policy!r} needs a predictor; give one with --predictor")

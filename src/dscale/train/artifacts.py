@@ -48,7 +48,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all."""
-    write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+    write_bytes(path, encoded(value))
+
+
+def encoded(value: Any) -> bytes:
+    """JSON as these folders hold it: sorted, indented, with a newline at its end."""
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -71,14 +76,29 @@ class Shard:
     part: str = ""
     counts: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, file: str, data: bytes, part: str = "", counts: dict[str, int] | None = None) -> Shard:
+        """The entry of a file that holds `data`."""
+        return cls(file, hashlib.sha256(data).hexdigest(), len(data), part, counts or {})
+
+
+def write_file(folder: Path, name: str, data: bytes, part: str = "", counts: dict[str, int] | None = None) -> Shard:
+    """Bytes as folder/name, whole or not at all; its entry for the manifest."""
+    write_bytes(folder / name, data)
+    return Shard.of(name, data, part, counts)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a small file, such as a manifest."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
 
 def write_shard(
     folder: Path, name: str, tensors: Mapping[str, np.ndarray], part: str = "", counts: dict[str, int] | None = None
 ) -> Shard:
     """Arrays as one safetensors file folder/name."""
     data = save({key: np.ascontiguousarray(value) for key, value in tensors.items()})
-    write_bytes(folder / name, data)
-    return Shard(name, hashlib.sha256(data).hexdigest(), len(data), part, counts or {})
+    return write_file(folder, name, data, part, counts)
 
 
 def check_shard(folder: Path, shard: Shard) -> Path:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dscale.config import InputError, require, resolve_dtype
+from dscale.config import InputError, require, workshop_dtype
 from dscale.engine.llm import resolve_device
 from dscale.models.drafter_checkpoint import target_hashes
 from dscale.models.loader import LoadedTarget, load_target
@@ -59,7 +59,7 @@ def build_corpus(target: str, out: Path, config: CorpusConfig, report: Report = 
     """Make the corpus, or go on with it; returns its summary. InputError in one line for whatever cannot be used."""
     world = World("cpu" if resolve_device(config.device) == "cpu" else config.device)
     config, device = config.sized(world.cuda), str(world.device)
-    dtype = resolve_dtype(("bfloat16" if world.cuda else "float32") if config.dtype == "auto" else config.dtype)
+    dtype = workshop_dtype(config.dtype, device)
     sources = gather(config.sources, config.seed)
     loaded = load_target(target, dtype, device)
     kind = generator_kind(loaded, config)

@@ -27,12 +27,28 @@ from dscale.config import DrafterConfig, InputError, require
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, save_drafter, target_hashes
 from dscale.models.loader import LoadedTarget
-from dscale.train.artifacts import MANIFEST, TIMING, Report, Shard, Stage, silent, write_bytes, write_json
+from dscale.train.artifacts import (
+    MANIFEST,
+    TIMING,
+    Report,
+    Shard,
+    Stage,
+    file_hash,
+    silent,
+    write_bytes,
+    write_json,
+)
 from dscale.train.drafter import DrafterTrainer, Record
 from dscale.train.forward import BlockForward, ForwardConfig
 from dscale.train.initial import initial_drafter
 from dscale.train.recipe import TrainConfig, starts_new
-from dscale.train.rows import CORPUS, PackedRows, load_part, take_rows
+from dscale.train.rows import (
+    CORPUS,
+    PackedRows,
+    conversation_counts,
+    load_part,
+    take_rows,
+)
 from dscale.train.taps import open_cache
 from dscale.train.walk import accepted_everywhere, walk_rows
 from dscale.train.world import World
@@ -98,7 +114,7 @@ def _inputs(config: TrainConfig, corpus: Path, hashes: dict[str, str], world: Wo
     inputs: dict[str, Any] = {f"train.{name}": value for name, value in config.outcome().items()}
     if not starts_new(config.init):
         inputs["train.init"] = f"drafter {drafter_hash(config.init)}"
-    inputs["corpus"] = hashlib.sha256((corpus / MANIFEST).read_bytes()).hexdigest()
+    inputs["corpus"] = file_hash(corpus / MANIFEST)
     return inputs | {"target_hashes": hashes, "processes": world.size}
 
 
@@ -118,7 +134,7 @@ def greedy_rows(corpus: Path, most: int) -> PackedRows | None:
     if not Stage.load(corpus, CORPUS).of("validation"):
         return None
     rows = load_part(corpus, "validation")
-    owner = np.repeat(np.arange(len(rows)), (np.diff(rows.answer.astype(np.int8), axis=1, prepend=0) == 1).sum(1))
+    owner = np.repeat(np.arange(len(rows)), conversation_counts(rows.answer))
     chosen = np.unique(owner[rows.greedy])[:most]
     return take_rows(rows, chosen) if len(chosen) else None
 
@@ -158,7 +174,7 @@ def _finish(stage: Stage, trainer: DrafterTrainer, hashes: dict[str, str], name:
         if (out / file).exists():
             data = (out / file).read_bytes()
             part = file.partition("/")[0] if "/" in file else "history"
-            stage.add(Shard(file, hashlib.sha256(data).hexdigest(), len(data), part))
+            stage.add(Shard.of(file, data, part))
     write_json(out / TIMING, {"seconds": trainer.elapsed})
     stage.finish(
         {

@@ -8,7 +8,6 @@ predicts the held-out prompts better.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -31,10 +30,11 @@ from dscale.train.artifacts import (
     Shard,
     Stage,
     check_shard,
+    file_hash,
     read_json,
     read_shard,
     silent,
-    write_bytes,
+    write_file,
     write_json,
     write_shard,
 )
@@ -110,7 +110,7 @@ def open_sources(folders: tuple[str, ...], bound: str) -> Source:
         require(found == bound, f"{folder}: traces of drafter {found}, but the drafter here is {bound}")
         parts.append(Traces.open(folder))
         inputs.append(stage.inputs)
-        manifests.append(hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
+        manifests.append(file_hash(folder / MANIFEST))
     for name in ("width", "groups", "projection_seed"):
         for path, one in zip(folders, inputs, strict=True):
             first, own = inputs[0].get(name), one.get(name)
@@ -176,7 +176,7 @@ def _inputs(job: FitJob, source: Source, bound: str) -> dict[str, Any]:
     """All that decides the outcome."""
     start = None
     if job.start is not None:
-        start = hashlib.sha256((Path(job.start) / WEIGHTS).read_bytes()).hexdigest()
+        start = file_hash(Path(job.start) / WEIGHTS)
     own = {"never_worse": job.never_worse, "compare": job.compare, "start": start}
     return {"traces": list(source.manifests), "drafter_hash": bound, **own, **asdict(job.fit)}
 
@@ -286,6 +286,4 @@ def _write(stage: Stage, kept: Predictor, record: dict[str, Any]) -> None:
 
 
 def _text(folder: Path, name: str, value: dict[str, Any]) -> Shard:
-    data = (json.dumps(value, indent=2) + "\n").encode()
-    write_bytes(folder / name, data)
-    return Shard(name, hashlib.sha256(data).hexdigest(), len(data), "record")
+    return write_file(folder, name, (json.dumps(value, indent=2) + "\n").encode(), "record")

@@ -36,12 +36,21 @@ class PackedRows:
     @classmethod
     def plain(cls, ids: np.ndarray, first: np.ndarray, answer: np.ndarray) -> PackedRows:
         """Rows whose conversations are numbered in order and all greedy."""
-        starts = np.diff(answer.astype(np.int8), axis=1, prepend=0) == 1
-        count = int(starts.sum())
+        count = int(conversation_counts(answer).sum())
         return cls(ids, first, answer, np.arange(count, dtype=np.int64), np.ones(count, bool))
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def conversation_counts(answer: np.ndarray) -> np.ndarray:
+    """Conversations of every packed row: answer bool [R, L] → [R]."""
+    return (np.diff(answer.astype(np.int8), axis=1, prepend=0) == 1).sum(1)
+
+
+def conversation_bounds(answer: np.ndarray) -> np.ndarray:
+    """Row r holds the conversations bounds[r] … bounds[r + 1] - 1: [R + 1]."""
+    return np.concatenate([[0], np.cumsum(conversation_counts(answer))])
 
 
 def answers(supervised: np.ndarray) -> list[tuple[int, int]]:
@@ -77,8 +86,7 @@ def join_rows(parts: list[PackedRows]) -> PackedRows:
 
 def take_rows(rows: PackedRows, chosen: np.ndarray) -> PackedRows:
     """The packed rows numbered `chosen` [n], each conversation's prompt and greedy flag with them."""
-    starts = np.diff(rows.answer.astype(np.int8), axis=1, prepend=0) == 1
-    bounds = np.concatenate([[0], np.cumsum(starts.sum(1))])
+    bounds = conversation_bounds(rows.answer)
     members = [np.arange(bounds[row], bounds[row + 1]) for row in chosen]
     at = np.concatenate([*members, np.zeros(0, np.int64)]).astype(np.int64)
     return PackedRows(rows.ids[chosen], rows.first[chosen], rows.answer[chosen], rows.prompt[at], rows.greedy[at])

@@ -8,7 +8,6 @@ the page cache (memory-mapped), a batch at a time. For a small target the online
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
 import time
@@ -22,7 +21,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dscale.config import require
-from dscale.train.artifacts import MANIFEST, Report, Shard, Stage, check_shard, silent, write_bytes
+from dscale.train.artifacts import (
+    MANIFEST,
+    Report,
+    Stage,
+    check_shard,
+    silent,
+    write_file,
+)
 from dscale.train.forward import BlockForward
 from dscale.train.rows import PackedRows
 from dscale.train.world import World
@@ -89,8 +95,7 @@ def fill_cache(
         if not stage.has(name):
             end = min(start + size, len(rows))
             data = save(_states(forward, rows, start, end, hidden))
-            write_bytes(folder / name, data)
-            stage.add(Shard(name, hashlib.sha256(data).hexdigest(), len(data), "train", {"rows": end - start}))
+            stage.add(write_file(folder, name, data, "train", {"rows": end - start}))
     stage.finish({"rows": len(rows), "bytes": each * len(rows)})
 
 

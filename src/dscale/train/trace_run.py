@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from dscale.config import DTYPES, SamplingParams, require, resolve_dtype
+from dscale.config import DTYPES, SamplingParams, require, workshop_dtype
 from dscale.engine.llm import LLM, derive_seed, resolve_device
 from dscale.engine.recorder import Recorder, RequestTrace
 from dscale.models.drafter import Drafter
@@ -31,7 +30,14 @@ from dscale.models.tokenizer import Tokenizer
 from dscale.speculation.features import FeatureReader
 from dscale.train.artifacts import TIMING, Report, Stage, silent, write_json
 from dscale.train.forward import BlockForward, ForwardConfig
-from dscale.train.rows import CORPUS, PARTS, PackedRows, load_part, take_rows
+from dscale.train.rows import (
+    CORPUS,
+    PARTS,
+    PackedRows,
+    conversation_bounds,
+    load_part,
+    take_rows,
+)
 from dscale.train.sources import read_lines, script_of
 from dscale.train.trace_walk import collect
 from dscale.train.traces import (
@@ -217,8 +223,7 @@ def run(config: TraceConfig, out: Path, report: Report = silent) -> dict[str, An
 def open_tracer(config: TraceConfig) -> Tracer:
     """Load target and drafter; bfloat16 on CUDA and float32 on a CPU unless told otherwise."""
     device = resolve_device(config.device)
-    default = torch.float32 if device == "cpu" else torch.bfloat16
-    dtype = default if config.dtype == "auto" else resolve_dtype(config.dtype)
+    dtype = workshop_dtype(config.dtype, device)
     loaded = load_target(config.target, dtype, device)
     path = loaded.own_drafter if config.drafter == "auto" else config.drafter
     require(path is not None, f"trace.drafter: no drafter comes with {config.target}; give a drafter folder")
@@ -275,8 +280,7 @@ def plan(config: TraceConfig, loaded: LoadedTarget) -> tuple[list[Chunk], list[d
 
 def corpus_chunks(rows: PackedRows, config: TraceConfig) -> Iterator[Chunk]:
     """Whole packed rows until a shard has its conversations; sampled conversations do not count."""
-    starts = np.diff(rows.answer.astype(np.int8), axis=1, prepend=0) == 1
-    bounds = np.concatenate([[0], np.cumsum(starts.sum(1))])
+    bounds = conversation_bounds(rows.answer)
     limit = config.conversations or int(rows.greedy.sum())
     wanted = rows.greedy & (np.cumsum(rows.greedy) <= limit)
     members = [int(wanted[bounds[row] : bounds[row + 1]].sum()) for row in range(len(rows))]
