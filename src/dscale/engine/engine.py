@@ -154,7 +154,7 @@ class Engine:
                 self.recorder.finish(request)
 
     def step(self) -> list[Request]:
-        """One plan; returns the requests that emitted tokens or ended."""
+        """One plan; returns the requests that emitted tokens or ended, each once though two steps were committed."""
         late = self.lag == 1 and not self._need_host and self.recorder is None
         done, self._early = self._early, []
         done += [] if late else self._settle()
@@ -171,7 +171,7 @@ class Engine:
             self._in_flight = started
         elif started is not None:
             done += self._commit_step(started)
-        return done
+        return list({request.id: request for request in done}.values())
 
     def _launch(self, requests: list[Request]) -> Launched:
         launched = self.worker.launch(requests)

@@ -157,7 +157,7 @@ class EngineLoop:
     def _tell(self, request: Request) -> None:
         """What a request has gained since it was last told of."""
         if request.id not in self._open:
-            return  # told already: a step may name a request twice
+            return  # aborted after its step was committed by a switch, and told so then
         told = self._open[request.id][1]
         self._out.append(delta_of(request, told))
         if request.status is Status.FINISHED:
