@@ -70,11 +70,13 @@ def build_corpus(target: str, out: Path, config: CorpusConfig, report: Report = 
         for shard in stage.shards:
             check_shard(out, shard)
     if world.sum(torch.tensor([float(stage is not None and stage.complete)], device=world.device)).item():
+        world.close()
         return finished(out)
     frames = Frames(loaded.tokenizer, config.thinking)
     making = Making(loaded, config, [one for source in sources for one in source.scripts], frames, kind)
     making.run(out / RAW, world, report if world.rank == 0 else silent)
     world.sum(torch.zeros(1, device=world.device)).item()  # read back: a barrier for the host as well
+    world.close()  # a process that exits with its group open can be aborted by the group's threads
     if stage is None:
         return {}
     evaluation = refused_prompts([text for _, texts, _ in excluded for text in texts], loaded)
