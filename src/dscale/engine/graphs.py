@@ -10,10 +10,12 @@ What captures and replays is a parameter (CaptureBackend), so that a CPU can pro
 
 from __future__ import annotations
 
+import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +68,19 @@ class CaptureBackend(Protocol):
         ...
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Garbage goes before and not meanwhile: to free an old graph is not allowed while a stream is being captured."""
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class CudaCapture:
     """CUDA graphs out of one memory pool, captured on one side stream."""
 
@@ -83,7 +98,10 @@ class CudaCapture:
                 step()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        with (
+            without_collection(),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
             outputs = step()
         return outputs, graph.replay
 
