@@ -3,6 +3,9 @@
     python benchmarks/structured_output.py --count 1000 --out benchmarks/records/structured_output.json
     python benchmarks/structured_output.py --count 24 --policies off full        # a minute on two cores
 
+With --out the record is written after every --chunk generations, and a later call goes on where it ends; policies may
+be given to calls one after the other.
+
 Schemas are made up, one for each generation: nested objects, bounded strings, arrays and numbers, enums, patterns,
 references, unions. Odd generations are sampled at temperature 0.9, even ones greedy. An answer that max_tokens cut is
 counted as cut; every other one has to parse and to validate (jsonschema, draft 2020-12).
@@ -11,9 +14,12 @@ counted as cut; every other one has to parse and to validate (jsonschema, draft 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +29,8 @@ from dscale import LLM, SamplingParams
 from dscale.config import Grammar
 
 POLICIES = ("off", "full", "fixed:4", "dvl", "confidence", "auto")
+DIGEST = 8  # hex digits kept of an answer's hash
+Request = tuple[list[dict[str, str]], SamplingParams]
 NOUNS = ("city", "river", "book", "recipe", "animal", "planet", "song", "machine", "sport", "painter")
 FIELDS = ("name", "kind", "size", "year", "colour", "notes", "tags", "parts", "owner", "rating", "is_new", "origin")
 
@@ -68,7 +76,7 @@ def made_up_value(rng: random.Random, levels: int) -> dict[str, Any]:
     return made_up_object(rng, levels - 1) if kind == 1 else {"anyOf": rng.sample(simple, 2)}
 
 
-def requests(count: int, max_tokens: int) -> list[tuple[list[dict[str, str]], SamplingParams]]:
+def requests(count: int, max_tokens: int) -> list[Request]:
     """Conversations and parameters, the same for every policy."""
     made = []
     for index in range(count):
@@ -93,24 +101,65 @@ def problem(text: str, schema: str) -> str | None:
     return None
 
 
-def run(llm: LLM, made: list[tuple[list[dict[str, str]], SamplingParams]], expected: list[list[int]] | None) -> dict:
-    """Counts of one policy; the token ids under "ids"."""
+def answers(llm: LLM, made: Sequence[Request], first: int) -> dict[str, Any]:
+    """Counts of some generations, which begin at number `first`; digests: eight hex digits of each one's token ids."""
     began = time.perf_counter()
-    outputs = llm.chat([asked for asked, _ in made], [params for _, params in made])
-    seconds = time.perf_counter() - began
-    ids = [output.outputs[0].token_ids for output in outputs]
-    failures, cut = [], 0
-    for index, ((_, params), output) in enumerate(zip(made, outputs, strict=True)):
-        one = output.outputs[0]
-        cut += one.finish_reason == "length"
+    for _, params in made:
         assert params.grammar is not None
+        llm.engine.compile(params.grammar)
+    compiled = time.perf_counter()
+    outputs = llm.chat([asked for asked, _ in made], [params for _, params in made])
+    seconds = time.perf_counter() - compiled
+    failures, cut = [], []
+    for index, ((_, params), output) in enumerate(zip(made, outputs, strict=True), start=first):
+        one = output.outputs[0]
+        assert params.grammar is not None
+        cut += [index] if one.finish_reason == "length" else []
         why = problem(one.text, params.grammar.text) if one.finish_reason == "stop" else None
         failures += [f"{index}: {why}: {one.text[:200]}"] if why else []
-    tokens, steps = sum(map(len, ids)), sum(output.metrics.steps for output in outputs)
-    differing = [index for index, pair in enumerate(zip(ids, expected or ids, strict=True)) if pair[0] != pair[1]]
-    counts = {"generations": len(ids), "complete": len(ids) - cut, "cut": cut, "failures": failures}
-    speed = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "tokens_a_step": tokens / steps}
-    return {**counts, "differ_from_off": differing, **speed, "ids": ids}
+    ids = [output.outputs[0].token_ids for output in outputs]
+    return {
+        "generations": len(ids),
+        "cut": cut,
+        "failures": failures,
+        "tokens": sum(map(len, ids)),
+        "steps": sum(output.metrics.steps for output in outputs),
+        "seconds": seconds,
+        "compile_seconds": compiled - began,
+        "digests": "".join(hashlib.sha256(json.dumps(one).encode()).hexdigest()[:DIGEST] for one in ids),
+    }
+
+
+def added(known: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Counts of both: every field is a number, a text or a list, and adds."""
+    return {name: known[name] + value for name, value in more.items()} if known else more
+
+
+def differing(digests: str, others: str) -> list[int]:
+    """Numbers of the generations whose token ids differ, as far as both go."""
+    starts = range(0, min(len(digests), len(others)), DIGEST)
+    return [at // DIGEST for at in starts if digests[at : at + DIGEST] != others[at : at + DIGEST]]
+
+
+def line(policy: str, one: dict[str, Any], off: str) -> str:
+    """What the terminal says of a policy so far."""
+    done, cut = one["generations"], len(one["cut"])
+    return (
+        f"{policy:12} {done - cut} complete, {cut} cut, {len(one['failures'])} failures, "
+        f"{len(differing(one['digests'], off))} differ from off; {one['tokens'] / one['seconds']:.1f} tokens/s, "
+        f"{one['tokens'] / one['steps']:.2f} a step, compiling {one['compile_seconds'] / done * 1e3:.1f} ms each"
+    )
+
+
+def opened(path: Path | None, head: dict[str, Any]) -> dict[str, Any]:
+    """The record to go on with; one made in another way ends the program."""
+    if path is None or not path.is_file():
+        return head | {"policies": {}}
+    record = json.loads(path.read_text())
+    other = [name for name, value in head.items() if record.get(name) != value]
+    if other:
+        sys.exit(f"{path}: was made with another {', '.join(other)}; give another --out")
+    return record
 
 
 def main() -> None:
@@ -121,34 +170,25 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--max-requests", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=100, help="generations between two writes of the record")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     made = requests(args.count, args.max_tokens)
-    results: dict[str, dict] = {}
-    expected: list[list[int]] | None = None
+    head = {"schema": "dscale.structured_output/2", "model": args.model, "max_tokens": args.max_tokens}
+    record = opened(args.out, head)
     for policy in args.policies:
+        one = record["policies"].get(policy, {})
+        if one.get("generations", 0) >= args.count:
+            continue
         llm = LLM(args.model, policy=policy, dtype=args.dtype, max_requests=args.max_requests, max_model_len=1024)
-        began = time.perf_counter()
-        for _, params in made:
-            assert params.grammar is not None
-            llm.engine.compile(params.grammar)
-        compiling = (time.perf_counter() - began) / len(made)
-        one = run(llm, made, expected)
-        ids = one.pop("ids")
-        expected = ids if policy == "off" else expected
-        results[policy] = {**one, "compile_ms": compiling * 1e3}
-        print(
-            f"{policy:12} {one['complete']} complete, {one['cut']} cut, {len(one['failures'])} failures, "
-            f"{len(one['differ_from_off'])} differ from off; {one['tokens_per_s']:.1f} tokens/s, "
-            f"{one['tokens_a_step']:.2f} a step, compiling {compiling * 1e3:.1f} ms each",
-            flush=True,
-        )
-        for line in one["failures"][:5]:
-            print("   ", line)
-    if args.out is not None:
-        record = {"schema": "dscale.structured_output/1", "model": args.model, "max_tokens": args.max_tokens}
-        args.out.write_text(json.dumps(record | {"policies": results}, indent=1) + "\n")
+        for first in range(one.get("generations", 0), args.count, args.chunk):
+            one = added(one, answers(llm, made[first : first + args.chunk], first))
+            record["policies"][policy] = one
+            off = record["policies"].get("off", one)["digests"]
+            if args.out is not None:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
+            print(line(policy, one, off), *one["failures"][:5], sep="\n    ", flush=True)
 
 
 if __name__ == "__main__":
