@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ BUDGETS = (4, 6, 8, 12, 16)  # rows a request between which `auto` chooses (dsca
 TIMED_REPLAYS = 12
 TYPICAL_CONTEXT = 256  # committed tokens of the lanes in a timed replay
 Step = Callable[[], Outputs]
+Result = TypeVar("Result")
 
 
 def buckets(most: int) -> list[int]:
@@ -55,7 +56,7 @@ def capturable(models: Models) -> bool:
 class CaptureBackend(Protocol):
     """Captures a step that reads and writes fixed memory."""
 
-    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+    def capture(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
         """Warm the step up, capture it; its outputs, which stay where they are, and the replay that fills them."""
         ...
 
@@ -91,7 +92,7 @@ class CudaCapture:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+    def capture(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for _ in range(self.WARM):

@@ -21,6 +21,11 @@ class Chunk:
     start: int
     length: int
 
+    @property
+    def tokens(self) -> list[int]:
+        """Its token ids."""
+        return self.request.tokens[self.start : self.start + self.length]
+
 
 @dataclass
 class Plan:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dscale.config import PAGE_SIZE
 from dscale.engine.graphs import CudaCapture, GraphRunner
+from dscale.engine.prefill_graphs import PrefillRunner
 from dscale.engine.request import Request
 from dscale.engine.results import OutputRing, Outputs, RingSlot
 from dscale.engine.scheduler import Chunk
@@ -71,7 +72,8 @@ class Decoded:
 class Worker:
     """Runs prefill chunks and decode steps. width: the widest block a policy may ask for.
 
-    graphs, where set, replays captured steps; ring, where set, brings results to the host (always on a GPU).
+    graphs and prefills, where set, replay captured steps and prefills; ring, where set, brings results to the host
+    (always on a GPU).
     """
 
     def __init__(self, models: Models, state: DeviceState, policy: Policy | None = None) -> None:
@@ -80,17 +82,21 @@ class Worker:
         self.costs = StepCosts(self.measure_verify, self.measure_draft)
         self.device = models.target.embedding.device
         self.graphs: GraphRunner | None = None
+        self.prefills: PrefillRunner | None = None
         self.ring: OutputRing | None = None
         self._synced: dict[int, int] = {}  # state row → pages already written to its page table
 
-    def serve(self, most: int, graphs: bool) -> None:
-        """Get ready for steps of up to `most` requests, once the policy is set; graphs: capture steps on a GPU."""
+    def serve(self, most: int, graphs: bool, prefill_rows: int) -> None:
+        """Get ready for steps of up to `most` requests and prefills of so many rows, once the policy is set; graphs:
+        capture them on a GPU."""
         if self.device.type != "cuda":
             return
         torch.cuda.set_device(self.device)  # kernels and events go to the current device
         self.ring = OutputRing(most, max(self.policy.width, 1), self.device)
         if graphs:
-            self.graphs = GraphRunner(self.state, self.models, self.policy, most, CudaCapture(self.device))
+            backend = CudaCapture(self.device)
+            self.graphs = GraphRunner(self.state, self.models, self.policy, most, backend)
+            self.prefills = self.prefills or PrefillRunner(self.state, self.models, prefill_rows, backend)
 
     def replay_seconds(self, live: int, shape: StepShape) -> float:
         """Seconds of the captured step that serves `live` requests with this shape."""
@@ -137,9 +143,9 @@ class Worker:
     def prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Put chunks through the target; hidden rows [length, H] of each."""
         self.bind([chunk.request for chunk in chunks])
-        ids: list[int] = []
-        for chunk in chunks:
-            ids += chunk.request.tokens[chunk.start : chunk.start + chunk.length]
+        if self.prefills is not None:
+            return self.prefills.run(chunks)
+        ids = [token for chunk in chunks for token in chunk.tokens]
         hidden = prefill(self.state, self.models, self._integers(ids), self._prefill_batch(chunks))
         return list(hidden.split([chunk.length for chunk in chunks]))
 

@@ -93,10 +93,13 @@ class DeviceState:
 
     def admit(self, row: int, params: SamplingParams, seed: int, end_ids: Sequence[int]) -> None:
         """Sampling parameters of a request that starts on this row."""
-        self.seed[row] = seed
-        self.temperature[row] = params.temperature
-        self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
-        self.end_ids[row] = -1
+        # fill_ passes its number to the kernel; an assignment copies it from the host and waits for that
+        self.seed[row].fill_(seed)
+        self.temperature[row].fill_(params.temperature)
+        self.top_k[row].fill_(params.top_k)
+        self.top_p[row].fill_(params.top_p)
+        self.min_p[row].fill_(params.min_p)
+        self.end_ids[row].fill_(-1)
         if end_ids:
             self.end_ids[row, : len(end_ids)] = place(list(end_ids), torch.int64, self.end_ids.device)
 
@@ -112,7 +115,10 @@ class DeviceState:
 
     def set_anchor(self, row: int, length: int, anchor: int, remaining: int, initial: bool) -> None:
         """Committed length, the token that follows it, how many output tokens are left, and whether none was made."""
-        self.length[row], self.anchor[row], self.remaining[row], self.initial[row] = length, anchor, remaining, initial
+        self.length[row].fill_(length)
+        self.anchor[row].fill_(anchor)
+        self.remaining[row].fill_(remaining)
+        self.initial[row].fill_(initial)
 
     def row_params(self, lanes: Tensor, lane_of_row: Tensor, positions: Tensor) -> RowParams:
         """How the rows [M] of a step are sampled: lane_of_row [M] int64, and their own positions [M] int64."""

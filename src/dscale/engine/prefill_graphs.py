@@ -1,0 +1,147 @@
+"""Prefill captured as CUDA graphs, one a capacity of rows: hundreds of small launches become one.
+
+A graph reads its rows from fixed memory: token ids, positions and page-table rows, and up to LANES chunks by starts and
+contexts. Rows past the chunks are sentinels on the scratch row, whose page is the scratch page; lanes without a chunk
+own no rows. Nothing is drawn in a prefill, so the same graph serves every request and policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dscale.config import PAGE_SIZE
+from dscale.engine.graphs import CaptureBackend, GraphCounters
+from dscale.engine.scheduler import Chunk
+from dscale.kernels.attention import RaggedBatch
+from dscale.speculation.decode_step import prefill
+from dscale.speculation.state import DeviceState, Models
+from dscale.speculation.transfer import place_tensor
+
+LANES = 8  # chunks of one replay
+LEAST = 64  # rows of the smallest graph
+
+
+def capacities(most: int) -> list[int]:
+    """Captured numbers of rows: powers of two from LEAST and, from 256 on, their halves between, up to `most`."""
+    sizes = [LEAST << power for power in range(24)]
+    sizes = sorted(sizes + [size * 3 // 2 for size in sizes if size >= 256])
+    return [size for size in sizes if size < most] + [most]
+
+
+@dataclass
+class PrefillInput:
+    """Fixed memory of one capacity: rows [3, R] int64 are ids, positions, page-table rows; lanes [LANES], starts
+    [LANES + 1], contexts [LANES] int64 describe the chunks."""
+
+    rows: Tensor
+    lanes: Tensor
+    starts: Tensor
+    contexts: Tensor
+    everything: Tensor
+
+    @classmethod
+    def of(cls, capacity: int, device: torch.device) -> PrefillInput:
+        """All of it lies in one tensor, which one copy fills."""
+        everything = torch.zeros(3 * capacity + 3 * LANES + 1, dtype=torch.int64, device=device)
+        return cls(*_parts(everything, capacity), everything)
+
+    def load(self, chunks: Sequence[Chunk], scratch: int) -> None:
+        """Describe these chunks, in stream order."""
+        host = torch.zeros(self.everything.shape, dtype=torch.int64)
+        rows, lanes, starts, contexts = _parts(host, self.rows.shape[1])
+        rows[2].fill_(scratch)
+        lanes.fill_(scratch)
+        end = 0
+        for index, chunk in enumerate(chunks):
+            first, end = end, end + chunk.length
+            rows[0, first:end] = torch.tensor(chunk.tokens, dtype=torch.int64)
+            rows[1, first:end] = torch.arange(chunk.start, chunk.start + chunk.length)
+            rows[2, first:end] = chunk.request.row
+            lanes[index], contexts[index] = chunk.request.row, chunk.start
+            starts[index + 1 :] = end
+        place_tensor(host, self.everything)
+
+    def batch(self, state: DeviceState, models: Models, max_context: int) -> RaggedBatch:
+        """What the kernels read; slots are computed on the device."""
+        positions = self.rows[1]
+        pages = state.page_table[self.rows[2], positions // PAGE_SIZE].long()
+        return RaggedBatch(
+            positions=positions,
+            slots=pages * PAGE_SIZE + positions % PAGE_SIZE,
+            page_table=state.page_table,
+            lanes=self.lanes,
+            starts=self.starts,
+            contexts=self.contexts,
+            max_rows=self.rows.shape[1],
+            max_context=max_context,
+            path="prefill",
+            options=models.attention,
+        )
+
+
+@dataclass
+class PrefillRunner:
+    """Replays the prefill that fits, capturing it first where it was never needed before. most: rows of a replay."""
+
+    state: DeviceState
+    models: Models
+    most: int
+    backend: CaptureBackend
+    counters: GraphCounters = field(default_factory=GraphCounters)
+
+    def __post_init__(self) -> None:
+        self.sizes = capacities(self.most)
+        self._captured: dict[int, tuple[PrefillInput, Tensor, Callable[[], None]]] = {}
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Hidden rows [length, H] of each chunk, valid until the next run. Chunks hold at most `most` rows together."""
+        hidden: list[Tensor] = []
+        for first in range(0, len(chunks), LANES):
+            some = chunks[first : first + LANES]
+            lengths = [chunk.length for chunk in some]
+            given, rows, replay = self._find(next(size for size in self.sizes if size >= sum(lengths)))
+            given.load(some, self.state.scratch_row)
+            replay()
+            parts = rows[: sum(lengths)].split(lengths)
+            hidden += parts if len(chunks) <= LANES else [part.clone() for part in parts]
+        return hidden
+
+    def prepare(self) -> GraphCounters:
+        """Capture every capacity, the largest first."""
+        for size in reversed(self.sizes):
+            self._find(size)
+        logging.getLogger("dscale").info("prefill: %s", self.counters)
+        return self.counters
+
+    def _find(self, capacity: int) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+        if capacity not in self._captured:
+            self._captured[capacity] = self._capture(capacity)
+        return self._captured[capacity]
+
+    @torch.inference_mode()
+    def _capture(self, capacity: int) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+        free, began = self.backend.free(), time.perf_counter()
+        given = PrefillInput.of(capacity, self.state.length.device)
+        given.load([], self.state.scratch_row)
+        longest = self.state.page_table.shape[1] * PAGE_SIZE
+
+        def run() -> Tensor:
+            return prefill(self.state, self.models, given.rows[0], given.batch(self.state, self.models, longest))
+
+        hidden, replay = self.backend.capture(run)
+        self.counters.graphs += 1
+        self.counters.seconds += time.perf_counter() - began
+        self.counters.memory += max(free - self.backend.free(), 0)
+        return given, hidden, replay
+
+
+def _parts(everything: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, lanes, starts, contexts = everything.split([3 * capacity, LANES, LANES + 1, LANES])
+    return rows.view(3, capacity), lanes, starts, contexts
