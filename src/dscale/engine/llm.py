@@ -152,8 +152,9 @@ class LLM:
 
     def _ready(self, worker: Worker) -> None:
         """Ring and graphs for the policy in force; on a CPU there is nothing to do."""
-        worker.serve(self.config.max_requests, self._captured)
-        if worker.graphs is not None:
+        worker.serve(self.config.max_requests, self._captured, self.config.max_prefill_tokens)
+        if worker.graphs is not None and worker.prefills is not None:
+            worker.prefills.prepare()
             worker.graphs.prepare(timed=isinstance(worker.policy, Auto | DSpark))
 
     def _policy(self, worker: Worker, width: int, speculation: SpeculationConfig) -> Policy:
