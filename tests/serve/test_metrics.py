@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from dscale.serve.messages import Snapshot, Usage
+from dscale.serve.messages import RefitState, Snapshot, Usage
 from dscale.serve.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
@@ -133,9 +133,29 @@ def test_series_carry_the_model_by_vllms_label(metrics: Metrics) -> None:
         assert all(sample.labels["model_name"] == "m" for sample in family.samples), family.name
 
 
+def refits() -> RefitState:
+    """Three refits: the predictor was bettered twice, and once nothing came of it."""
+    outcomes = {"predictor": {"accepted": 2, "rejected": 0}, "refit": {"failed": 1}}
+    return RefitState(version=2, records=900, outcomes=outcomes, log_loss={"predictor": {"old": 0.5, "new": 0.25}})
+
+
+def test_refits_are_shown_where_they_were_asked_for(metrics: Metrics) -> None:
+    metrics.observe(snapshot())
+    assert not [name for name, *_ in scraped(metrics) if "refit" in name or "version" in name]
+    metrics.observe(snapshot(refit=refits()))
+    found = scraped(metrics)
+    assert found["dscale:predictor_version",] == 2
+    assert found["dscale:refit_records",] == 900
+    assert found["dscale:refits_total", "accepted", "predictor"] == 2
+    assert found["dscale:refits_total", "rejected", "predictor"] == 0
+    assert found["dscale:refits_total", "failed", "refit"] == 1
+    assert found["dscale:refit_log_loss", "predictor", "old"] == 0.5
+    assert found["dscale:refit_log_loss", "predictor", "new"] == 0.25
+
+
 def test_the_dashboard_asks_only_for_series_that_exist(metrics: Metrics) -> None:
     metrics.observe(snapshot(10.0, counters=snapshot().counters | {"device_idle_seconds": 1.0}))
-    metrics.observe(snapshot(11.0, counters=snapshot().counters | {"device_idle_seconds": 1.5}))
+    metrics.observe(snapshot(11.0, counters=snapshot().counters | {"device_idle_seconds": 1.5}, refit=refits()))
     metrics.finished(Usage(completion_tokens=2, steps=1), 0.1, 0.2, [0.1], "stop")
     names = {name for name, *_ in scraped(metrics)}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))

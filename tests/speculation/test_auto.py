@@ -123,3 +123,15 @@ def test_choice_is_close_to_the_best_in_hindsight(resizes, live, accept, row_ms,
     best = max(speed(width, live * slots) for width in range(1, WIDTH + 1) for slots in range(1, width + 1))
     typical = sorted(speed(shape.width, shape.rows) for shape in shapes)[len(shapes) // 2]
     assert typical >= 0.95 * best
+
+
+def test_trust_begins_anew_once_a_scorer_was_refitted():
+    auto = Auto(NoScorer(), NoScorer(), WIDTH, machine(1.0, 20.0, 0.1), resizes=False)
+    draft = Draft(torch.zeros(2, WIDTH - 1, dtype=torch.int64), torch.ones(2, WIDTH))
+    shape = StepShape(width=WIDTH, head=WIDTH - 1, rows=2 * WIDTH)
+    assert auto.scorers() == (auto.full, auto.narrow)
+    for _ in range(200):
+        auto.observe(StepOutcome(shape, draft, [WIDTH, WIDTH], [0, 0], [True, True], 0.02))
+    assert auto._calibration(WIDTH) < 0.05
+    auto.rescored()
+    assert auto._calibration(WIDTH) == 1.0

@@ -108,3 +108,19 @@ def test_parameters_keep_their_address() -> None:
         model.survival(top)
     model.observe(top, torch.tensor([2, 0]), torch.tensor([W, W]))
     assert model.weight.data_ptr() == address
+
+
+def test_a_fit_to_records_is_that_of_many_steps() -> None:
+    generator = torch.Generator().manual_seed(4)
+    top = blocks(6000, generator)
+    slots = torch.randint(1, W + 1, (6000,), generator=generator)
+    accepted = walk(true_chance(top), slots, generator)
+    held_out = blocks(400, generator)
+    fitted = ConfidenceModel.fitted(W, top, accepted, slots)
+    assert expected_length_error(fitted, held_out) < 0.06 < expected_length_error(ConfidenceModel.day_one(W), held_out)
+    half = torch.arange(6000) % 2 == 0
+    assert not torch.equal(
+        ConfidenceModel.fitted(W, top.select(half), accepted[half], slots[half]).weight, fitted.weight
+    )
+    nothing = ConfidenceModel.fitted(W, top, torch.zeros_like(accepted), torch.ones_like(slots))
+    assert torch.allclose(nothing.weight, ConfidenceModel.day_one(W).weight)  # one row verified shows nothing

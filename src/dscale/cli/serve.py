@@ -53,6 +53,13 @@ def serve(
     log_prompts: Annotated[
         bool | None, typer.Option("--log-prompts/--no-log-prompts", help="Log prompt texts.")
     ] = None,
+    refit: Annotated[
+        bool | None, typer.Option("--refit/--no-refit", help="Fit predictor and calibration to live traffic.")
+    ] = None,
+    refit_every: Annotated[float | None, typer.Option(help="Seconds between two refits, at least (300).")] = None,
+    refit_min_records: Annotated[int | None, typer.Option(help="New records that a refit waits for (2000).")] = None,
+    refit_keep: Annotated[int | None, typer.Option(help="Most records in memory (50000).")] = None,
+    refit_dir: Annotated[str | None, typer.Option(help="Folder that keeps the last accepted predictor.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of these flags.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Say whether the server would start, and exit.")] = False,
 ) -> None:

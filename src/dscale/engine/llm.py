@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from dscale.speculation.choose import build_policy, scorer_for
 from dscale.speculation.costs import ReplayCosts
 from dscale.speculation.dspark import DSpark
 from dscale.speculation.policies import Policy, Scorer
-from dscale.speculation.predictor import Predictor, random_predictor, read_config
+from dscale.speculation.predictor import Predictor, PredictorConfig, random_predictor, read_config
 from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance
 from dscale.speculation.state import DeviceState, Models
 
@@ -89,6 +90,9 @@ class LLM:
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
         self.drafter = self._load_drafter(drafter, device)
         self.predictor = self._find_predictor(predictor)
+        self._predictor = self.predictor if isinstance(self.predictor, Predictor) else None
+        if recorder is not None:
+            recorder.follow(self.predictor_config)
         self._scorers: dict[tuple[str, int], Scorer | None] = {}
         self.engine = self._build_engine(recorder)
         self._requests = 0
@@ -173,9 +177,26 @@ class LLM:
         """Made once for each kind of policy and width: one that learns keeps what it learned."""
         key = speculation.policy.partition(":")[0], width
         if key not in self._scorers:
-            bound = drafter_hash(self._drafter_source) if isinstance(self.predictor, str) else ""  # slow when large
-            self._scorers[key] = scorer_for(speculation, self.predictor, bound, width, self.loaded.model)
+            predictor = self.load_predictor() if key[0] in ("dvl", "auto") else None
+            self._scorers[key] = scorer_for(speculation, predictor, width, self.loaded.model)
         return self._scorers[key]
+
+    def load_predictor(self) -> Predictor | None:
+        """The predictor that every policy shares, read when it is first asked for; None without one."""
+        if self._predictor is None and isinstance(self.predictor, str):
+            self._predictor = Predictor.load(self.predictor, self.drafter_hash)
+        return self._predictor
+
+    @property
+    def predictor_config(self) -> PredictorConfig | None:
+        """What the predictor was fitted for; None without one."""
+        found = self.predictor
+        return read_config(Path(found)) if isinstance(found, str) else None if found is None else found.config
+
+    @property
+    def drafter_hash(self) -> str:
+        """Hash of the drafter's weights; slow when they are large, and "" without a drafter."""
+        return drafter_hash(self._drafter_source) if self.drafter is not None else ""
 
     def switch(self, policy: str, slots: float | None = None, width: int | None = None) -> str:
         """Change the policy for the steps to come, also while requests run; None keeps what is in force.

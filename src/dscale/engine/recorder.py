@@ -23,8 +23,9 @@ from dscale.config import require
 from dscale.engine.request import Request, Status
 from dscale.kernels.top_logits import top_logits
 from dscale.models.decoder import Target
-from dscale.speculation.features import FeatureReader
-from dscale.speculation.policies import Draft, Fixed, Policy, StepOutcome
+from dscale.speculation.features import GROUPS, FeatureReader
+from dscale.speculation.policies import Draft, Fixed, Policy, Scorer, StepOutcome
+from dscale.speculation.predictor import PredictorConfig
 from dscale.speculation.workspace import StepShape
 
 
@@ -62,19 +63,27 @@ class SeenDraft(Draft):
 
 
 class Recorder:
-    """Collects the steps of every request. groups and seed: of the features (speculation/features.py)."""
+    """Collects the steps of every request. groups and seed: of the features (speculation/features.py); groups None:
+    the confidence features, and whatever the engine's predictor reads."""
 
     def __init__(
         self,
-        groups: tuple[str, ...] = ("confidence", "context"),
+        groups: tuple[str, ...] | None = ("confidence", "context"),
         seed: int = 0,
         done: Callable[[RequestTrace], None] | None = None,
     ) -> None:
-        self.groups, self.seed, self.done = groups, seed, done
+        self.groups, self.seed, self.done = groups or (), seed, done
         self.width = 0
         self.recorded = 0  # steps
         self.skipped: Counter[str] = Counter()  # request steps not kept, by reason
         self._open: dict[str, list[_Step]] = {}
+
+    def follow(self, config: PredictorConfig | None) -> None:
+        """Record what this predictor reads, where no groups were asked for."""
+        if not self.groups:
+            read = ("context",) if config is None else config.features
+            self.groups = tuple(group for group in GROUPS if group in read or group == "confidence")
+            self.seed = self.seed if config is None else config.projection_seed
 
     def attach(self, policy: Policy, target: Target) -> Policy:
         """The policy, its drafts now carrying features. InputError when it drafts nothing."""
@@ -162,5 +171,14 @@ class SeenPolicy(Policy):
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
         return self.policy.lengths(draft, shape, live)
 
+    def shapes(self, live: int) -> list[StepShape]:
+        return self.policy.shapes(live)
+
     def observe(self, outcome: StepOutcome) -> None:
         self.policy.observe(outcome)
+
+    def scorers(self) -> tuple[Scorer, ...]:
+        return self.policy.scorers()
+
+    def rescored(self) -> None:
+        self.policy.rescored()

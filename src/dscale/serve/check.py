@@ -25,6 +25,9 @@ def check_settings(settings: ServerSettings) -> dict[str, Any]:
     require(length <= limit, f"max_model_len: {length} is over the model's context length {limit}")
     drafter = _drafter(settings, opened, source)
     predictor = _predictor(settings, opened, drafter)
+    if settings.refit:
+        drafts = drafter is not None and settings.policy != "off" and settings.width != 1
+        require(drafts, "refit: nothing is drafted, so there is nothing to refit; give --drafter and another policy")
     return {
         "model": settings.model,
         "family": opened.config.family,
@@ -33,6 +36,7 @@ def check_settings(settings: ServerSettings) -> dict[str, Any]:
         "drafter": None if drafter is None else str(drafter),
         "predictor": None if predictor is None else str(predictor),
         "policy": settings.policy if drafter is not None else "off",
+        "refit": settings.refit,
         "address": f"{settings.host}:{settings.port}",
         "api_keys": len(settings.api_key),
     }

@@ -17,6 +17,7 @@ from typing import Any
 from dscale.config import InputError
 from dscale.serve.lifecycle import Child, launch
 from dscale.serve.link import Closed, frame, read_frame
+from dscale.serve.logs import tell
 from dscale.serve.messages import (
     Abort,
     Delta,
@@ -24,6 +25,8 @@ from dscale.serve.messages import (
     Failed,
     Load,
     Ready,
+    RefitOptions,
+    Refitted,
     Refusal,
     Refused,
     Snapshot,
@@ -101,13 +104,15 @@ class Client:
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
-    async def start(cls, model: str, max_waiting: int = 256, **options: Any) -> Client:
+    async def start(
+        cls, model: str, max_waiting: int = 256, refit: RefitOptions | None = None, **options: Any
+    ) -> Client:
         """Start the process and wait until the engine is loaded. options: those of dscale.engine.llm.LLM.
 
         max_waiting: requests that may wait beyond those that run. InputError for what cannot be loaded, EngineDied when
         the process ends otherwise.
         """
-        child = await launch(Load(model, options, max_waiting))
+        child = await launch(Load(model, options, max_waiting, refit))
         try:
             (first,) = await read_frame(child.reader)
         except Closed:
@@ -237,6 +242,9 @@ class Client:
                 queue.put_nowait(message)
         elif isinstance(message, Switched):
             self._switches.popleft().set_result(message)
+        elif isinstance(message, Refitted):
+            failed = message.record.get("outcome") == "failed"
+            tell("refit", logging.WARNING if failed else logging.INFO, **message.record)
         elif isinstance(message, Failed):
             self._failed = message
 

@@ -29,6 +29,7 @@ from dscale.serve.messages import (
     Load,
     Ready,
     Refused,
+    Snapshot,
     Stop,
     Submit,
     Switch,
@@ -38,8 +39,10 @@ from dscale.serve.messages import (
 
 if TYPE_CHECKING:
     from dscale.engine.llm import LLM
+    from dscale.serve.refit import Refitter
 
 SNAPSHOT_SECONDS = 0.1  # between snapshots while something runs
+REFIT_SECONDS = 0.2  # between looks at a refit that runs while nothing else does
 
 
 class Messages(Protocol):
@@ -57,11 +60,11 @@ class Messages(Protocol):
 class EngineLoop:
     """Drives the engine of an LLM from messages, until a Stop is carried out or the pipe is closed."""
 
-    def __init__(self, llm: LLM, link: Messages, max_waiting: int) -> None:
+    def __init__(self, llm: LLM, link: Messages, max_waiting: int, refitter: Refitter | None = None) -> None:
         from dscale.serve.tally import Tally
 
         self.llm, self.engine, self.link = llm, llm.engine, link
-        self.tally = Tally(llm.engine)
+        self.tally, self.refitter = Tally(llm.engine), refitter
         self.most = llm.config.max_requests + max_waiting
         self._open: dict[str, tuple[Request, Usage]] = {}  # requests, and what of them was told
         self._compiling: dict[str, tuple[Submit, Future]] = {}  # whose grammar is new, while others run
@@ -74,13 +77,22 @@ class EngineLoop:
     def run(self) -> None:
         """Serve; returns once a Stop is carried out."""
         self.link.send([Ready(about(self.llm))])
-        while self._turn():
-            pass
+        try:
+            while self._turn():
+                pass
+        finally:
+            if self.refitter is not None:
+                self.refitter.close()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for messages; None: for ever."""
+        if self._changed or self.engine.busy or self._compiling or self._stop_at is not None:
+            return 0.0
+        return REFIT_SECONDS if self.refitter is not None and self.refitter.running else None
 
     def _turn(self) -> bool:
         """Messages, a step, answers; False after the last."""
-        idle = not self.engine.busy and not self._compiling and self._stop_at is None
-        for message in self.link.receive(None if idle and not self._changed else 0.0):
+        for message in self.link.receive(self._patience()):
             self._take(message)
             self._changed = True
         self._add_compiled()
@@ -91,6 +103,10 @@ class EngineLoop:
             for request in self.engine.step():
                 self._tell(request)
             self._changed = True
+        if self.refitter is not None:
+            refitted = self.refitter.turn()
+            self._out += refitted
+            self._changed = self._changed or bool(refitted)
         self._show()
         out, self._out = self._out, []
         self.link.send(out)
@@ -168,8 +184,13 @@ class EngineLoop:
         now = time.monotonic()
         due = not self.engine.busy or now - self._shown_at >= SNAPSHOT_SECONDS
         if self._changed and due:
-            self._out.append(self.tally.snapshot())
+            self._out.append(self._snapshot())
             self._shown_at, self._changed = now, False
+
+    def _snapshot(self) -> Snapshot:
+        snapshot = self.tally.snapshot()
+        snapshot.refit = self.refitter.now() if self.refitter is not None else None
+        return snapshot
 
 
 def delta_of(request: Request, told: Usage) -> Delta:
@@ -240,7 +261,13 @@ def serve(link: Link) -> None:
     from dscale.engine.llm import LLM
 
     load: Load = link.receive(None)[0]
-    EngineLoop(LLM(load.model, **load.options), link, load.max_waiting).run()
+    if load.refit is None:
+        EngineLoop(LLM(load.model, **load.options), link, load.max_waiting).run()
+        return
+    from dscale.serve.refit import Refitter, refitting_recorder
+
+    llm = LLM(load.model, recorder=refitting_recorder(), **load.options)
+    EngineLoop(llm, link, load.max_waiting, Refitter(llm, load.refit)).run()
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """What HTTP process and engine process say to each other. Plain picklable values, no tensors.
 
 To the engine: Load, then Submit, Abort, Switch, Stop. From it: Ready once, then Delta and Refused for requests,
-Switched, and a Snapshot of the whole engine at most ten times a second; Failed before it ends in an error.
+Switched, Refitted, and a Snapshot of the whole engine at most ten times a second; Failed before it ends in an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,24 @@ from dscale.engine.request import StepRecord, TokenLogprob
 
 
 @dataclass(frozen=True)
+class RefitOptions:
+    """When to fit anew to live traffic: at most every so many seconds, once min_records new ones have come. keep: the
+    most records in memory. folder: where the last accepted predictor is kept."""
+
+    every: float = 300.0
+    min_records: int = 2000
+    keep: int = 50_000
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
 class Load:
-    """The first message: arguments of LLM, and how many requests may wait beyond those that run."""
+    """The first message: arguments of LLM, how many requests may wait beyond those that run, and whether to refit."""
 
     model: str
     options: dict[str, Any]
     max_waiting: int
+    refit: RefitOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,25 @@ class Switched:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Refitted:
+    """A refit ended; record: the fields of its line in the log (serve/refit.py)."""
+
+    record: dict[str, Any]
+
+
+@dataclass
+class RefitState:
+    """Where refits stand. version: of the predictor in force, 0 the one that was loaded; records: held now. By what was
+    fitted (predictor, confidence): outcomes counts accepted, rejected and failed, log_loss has old and new of the last.
+    """
+
+    version: int = 0
+    records: int = 0
+    outcomes: dict[str, dict[str, int]] = field(default_factory=dict)
+    log_loss: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 @dataclass
 class Lane:
     """One request of the last decode step: drafts made, rows verified (anchor included), drafts accepted."""
@@ -140,7 +171,8 @@ class Snapshot:
 
     drafted_at, accepted_at, verified_at: by draft position 1 … W-1. predicted, calibrated: sums of predicted survival
     and of accepted by position, over verified drafts of steps whose policy had scores. step_seconds: durations of the
-    decode steps since the last snapshot. budget: slots a request in force. cache: pages used and in all.
+    decode steps since the last snapshot. budget: slots a request in force. cache: pages used and in all. refit: None
+    unless it was asked for.
     """
 
     time: float
@@ -158,6 +190,7 @@ class Snapshot:
     step_seconds: list[float] = field(default_factory=list)
     lanes: list[Lane] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
+    refit: RefitState | None = None
 
 
 class EngineDied(Exception):

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dscale.serve.messages import Snapshot, Usage
+from dscale.serve.messages import RefitState, Snapshot, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -81,6 +81,8 @@ class EngineCollector(Collector):
             yield from self._gauges(self.snapshot)
             yield from self._sums(self.snapshot)
             yield from self._positions(self.snapshot)
+            if self.snapshot.refit is not None:
+                yield from self._refits(self.snapshot.refit)
 
     def _gauges(self, now: Snapshot) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Requests that hold a row of the engine.", now.running)
@@ -132,6 +134,21 @@ class EngineCollector(Collector):
             for position, value in enumerate(values, start=first):
                 family.add_metric((self.model, str(position)), value)
             yield family
+
+    def _refits(self, now: RefitState) -> Iterator[Metric]:
+        yield self._gauge("dscale:predictor_version", "Predictors swapped in; 0 is the one loaded.", now.version)
+        yield self._gauge("dscale:refit_records", "Records of live traffic held for the next refit.", now.records)
+        count = CounterMetricFamily("dscale:refits", "Refits ended.", labels=("model_name", "part", "outcome"))
+        for part, outcomes in now.outcomes.items():
+            for outcome, value in outcomes.items():
+                count.add_metric((self.model, part, outcome), value)
+        yield count
+        text = "Log-loss on held-out prompts of the last refit, and of what it was to better."
+        loss = GaugeMetricFamily("dscale:refit_log_loss", text, labels=("model_name", "part", "which"))
+        for part, scores in now.log_loss.items():
+            for which, score in scores.items():
+                loss.add_metric((self.model, part, which), score)
+        yield loss
 
 
 class Metrics:

@@ -145,7 +145,7 @@ async def run_server(settings: ServerSettings) -> int:
 async def _load(settings: ServerSettings) -> tuple[Client, Tokenizer]:
     reading = asyncio.create_task(asyncio.to_thread(lambda: open_target(settings.model).tokenizer()))
     try:
-        client = await Client.start(settings.model, settings.max_queue, **settings.llm_options())
+        client = await Client.start(settings.model, settings.max_queue, settings.refits, **settings.llm_options())
     except BaseException:
         reading.cancel()
         raise

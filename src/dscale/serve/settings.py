@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dscale.config import EngineConfig, InputError, SpeculationConfig, require
+from dscale.serve.messages import RefitOptions
 
 SECRET = ("api_key",)
 ENGINE = (
@@ -28,6 +29,8 @@ class ServerSettings:
 
     max_queue: sequences that may wait beyond the max_requests that run. max_body: bytes. Times in seconds.
     max_per_client: open requests of one API key (without keys: of one address). seed None: a new one at every start.
+    refit: fit predictor and calibration to live traffic; refit_min_records new records and refit_every seconds between
+    two fits, refit_keep records in memory, refit_dir keeps the last accepted predictor.
     """
 
     model: str
@@ -58,19 +61,28 @@ class ServerSettings:
     drain_seconds: float = 30.0
     cors_origin: tuple[str, ...] = ()
     log_prompts: bool = False
+    refit: bool = False
+    refit_every: float = 300.0
+    refit_min_records: int = 2000
+    refit_keep: int = 50_000
+    refit_dir: str | None = None
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model: empty; give a folder, hub id, GGUF file, alias or bundle")
         require(0 <= self.port <= 65535, f"port: {self.port} must lie in [0, 65535]")
         require(self.max_queue >= 0, f"max_queue: {self.max_queue} must be 0 or positive")
         require(self.max_body >= 1024, f"max_body: {self.max_body} bytes must be at least 1024")
-        for name in ("request_timeout", "body_timeout"):
+        for name in ("request_timeout", "body_timeout", "refit_every"):
             value = getattr(self, name)
             require(math.isfinite(value) and value > 0, f"{name}: {value} must be positive")
         good = math.isfinite(self.drain_seconds) and self.drain_seconds >= 0
         require(good, f"drain_seconds: {self.drain_seconds} must be 0 or positive")
         most = self.max_per_client
         require(most is None or most >= 1, f"max_per_client: {most} must be at least 1")
+        least, keep = self.refit_min_records, self.refit_keep
+        require(least >= 100, f"refit_min_records: {least} must be at least 100")
+        require(keep >= 100, f"refit_keep: {keep} must be at least 100")
+        require(not self.refit or least <= keep, f"refit_min_records: {least} must be at most refit_keep, {keep}")
         good = all(len(key) >= 8 and key.isascii() and key.isprintable() for key in self.api_key)
         require(good, "api_key: each must have at least 8 printable ASCII characters")
         require(all(self.served_model_name), "served_model_name: empty; give a name")
@@ -92,6 +104,12 @@ class ServerSettings:
     def llm_options(self) -> dict[str, Any]:
         """Arguments of dscale.LLM after the model."""
         return {name: getattr(self, name) for name in (*SPECULATION, *ENGINE)}
+
+    @property
+    def refits(self) -> RefitOptions | None:
+        """When to refit, or None."""
+        known = RefitOptions(self.refit_every, self.refit_min_records, self.refit_keep, self.refit_dir)
+        return known if self.refit else None
 
     @property
     def capacity(self) -> int:

@@ -94,10 +94,16 @@ class Auto(Policy):
         self.budgets = sorted({min(budget, width) for budget in budgets})
         self.widths = [width] if budgets else [one for one in WIDTHS if one < width] + [width]
         self._recent = RecentDrafts(width)
-        self._trust = {one: np.array([PRIOR_DRAFTS, PRIOR_DRAFTS]) for one in (full, narrow)}  # accepted, predicted
+        self.rescored()
         self._choice = self._shape(1, 1, 1)
         self._speed = 0.0  # tokens a second that the choice promises
         self._live, self._age, self._unprobed, self._probe_after = 0, 0, 0, float(PROBE_EVERY)
+
+    def scorers(self) -> tuple[Scorer, ...]:
+        return (self.full,) if self.full is self.narrow else (self.full, self.narrow)
+
+    def rescored(self) -> None:
+        self._trust = {one: np.array([PRIOR_DRAFTS, PRIOR_DRAFTS]) for one in self.scorers()}  # accepted, predicted
 
     def shape(self, live: int) -> StepShape:
         if live != self._live or self._age >= REVIEW_EVERY:

@@ -16,9 +16,7 @@ from dscale.speculation.policies import ConfidenceScorer, Fixed, Off, Policy, Pr
 from dscale.speculation.predictor import Predictor
 
 
-def scorer_for(
-    config: SpeculationConfig, predictor: str | Predictor | None, drafter_hash: str, width: int, target: Target
-) -> Scorer | None:
+def scorer_for(config: SpeculationConfig, predictor: Predictor | None, width: int, target: Target) -> Scorer | None:
     """What predicts acceptance: the trained predictor where the policy takes one and it fits, else the confidence."""
     name = config.policy.partition(":")[0]
     if name in ("off", "full", "fixed"):
@@ -26,11 +24,10 @@ def scorer_for(
     if name == "dvl":
         require(predictor is not None, "policy 'dvl' needs a predictor; give one with --predictor, or use confidence")
     if name in ("dvl", "auto") and predictor is not None:
-        loaded = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor, drafter_hash)
-        if loaded.config.width == width:
-            loaded.to(target.embedding.device)
-            return PredictorScorer(loaded, projections_for(loaded, target))
-        require(name == "auto", f"predictor: fitted for width {loaded.config.width}; width {width} is asked for")
+        if predictor.config.width == width:
+            predictor.to(target.embedding.device)
+            return PredictorScorer(predictor, projections_for(predictor, target))
+        require(name == "auto", f"predictor: fitted for width {predictor.config.width}; width {width} is asked for")
     if name == "dspark":
         return TemperedScorer(width, target.embedding.device)
     return ConfidenceScorer(ConfidenceModel.day_one(width, target.embedding.device))

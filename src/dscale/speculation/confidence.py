@@ -21,6 +21,7 @@ MEMORY = 0.999  # share of the past's weight that one step keeps
 LOGIT_SCALE = 16.0
 MAX_ODDS = 8.0  # bound of the log-odds
 PRIOR = 10.0  # curvature of the day-one parameters, in units of the features squared
+FIT_STEPS, FIT_ROWS = 12, 8192  # Newton steps of a fit to records, and records at once
 
 
 @dataclass
@@ -54,6 +55,30 @@ class ConfidenceModel:
 
         Of a request only drafts that the walk reached say something: those accepted and, if rows were left, the next.
         """
+        curvature, slope = self._evidence(top, accepted, slots)
+        self.curvature.mul_(MEMORY).add_(curvature)
+        self.curvature.diagonal().add_((1 - MEMORY) * PRIOR)  # the prior does not fade
+        self.weight.add_(torch.linalg.solve(self.curvature, slope).clamp_(-1.0, 1.0))
+
+    @classmethod
+    @torch.no_grad()
+    def fitted(cls, width: int, top: TopLogits, accepted: Tensor, slots: Tensor) -> ConfidenceModel:
+        """Fitted to records that all weigh the same, by Newton steps from day one; arguments as of `observe`."""
+        model = cls.day_one(width, top.values.device)
+        prior, start = model.curvature.clone(), model.weight.clone()
+        rows = torch.arange(len(accepted), device=accepted.device).split(FIT_ROWS)
+        for _ in range(FIT_STEPS):
+            model.curvature = prior.clone()
+            slope = prior @ (start - model.weight)
+            for part in rows:
+                curvature, piece = model._evidence(top.select(part), accepted[part], slots[part])
+                model.curvature += curvature
+                slope += piece
+            model.weight += torch.linalg.solve(model.curvature, slope).clamp_(-1.0, 1.0)
+        return model
+
+    def _evidence(self, top: TopLogits, accepted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Curvature [W+1, W+1] and slope [W+1] of the log-likelihood of what was observed."""
         position = torch.arange(1, top.values.shape[1] + 1, device=self.weight.device)
         passed = position <= accepted[:, None]
         seen = (position <= accepted[:, None] + 1) & (position < slots[:, None])
@@ -62,10 +87,7 @@ class ConfidenceModel:
         error = (passed.float() - chance) * seen
         rows = self._design(odds, logit)
         gain = (chance * (1 - chance)).clamp_min(1e-3) * seen
-        self.curvature.mul_(MEMORY).add_(torch.einsum("njf,nj,njg->fg", rows, gain, rows))
-        self.curvature.diagonal().add_((1 - MEMORY) * PRIOR)  # the prior does not fade
-        slope = torch.einsum("njf,nj->f", rows, error)
-        self.weight.add_(torch.linalg.solve(self.curvature, slope).clamp_(-1.0, 1.0))
+        return torch.einsum("njf,nj,njg->fg", rows, gain, rows), torch.einsum("njf,nj->f", rows, error)
 
     def _logits(self, odds: Tensor, logit: Tensor) -> Tensor:
         return self.weight[: odds.shape[1]] + self.weight[-2] * odds + self.weight[-1] * logit

@@ -100,6 +100,14 @@ class Policy(ABC):
         """Learn from a finished step; where results are read late, one step after the next was sized."""
         return
 
+    def scorers(self) -> tuple[Scorer, ...]:
+        """What scores its drafts, the one for whole blocks first; none where nothing does."""
+        return ()
+
+    def rescored(self) -> None:
+        """Forget how far the scores could be trusted: a scorer was given new parameters."""
+        return
+
 
 class Off(Policy):
     """Autoregressive decoding: one row per request."""
@@ -179,6 +187,12 @@ class ConfidenceScorer(Scorer):
         if len(self._pending) >= self.REFIT_EVERY:
             self._refit()
 
+    def take(self, weight: Tensor) -> None:
+        """Score with these parameters [W+1] from now on, and learn on from them."""
+        place_tensor(weight, self.learner.weight)
+        if self.learner is not self.model:
+            place_tensor(weight, self.model.weight)
+
     def _refit(self) -> None:
         pending, self._pending = self._pending, []
         for width in {one.shape.width for one in pending}:
@@ -217,3 +231,6 @@ class SharedBudget(Policy):
 
     def observe(self, outcome: StepOutcome) -> None:
         self.scorer.observe(outcome)
+
+    def scorers(self) -> tuple[Scorer, ...]:
+        return (self.scorer,)

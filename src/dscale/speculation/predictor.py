@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from dscale.config import InputError, require
 from dscale.speculation.features import GROUPS, feature_size
+from dscale.speculation.transfer import place_tensor
 
 WEIGHTS = "predictor.safetensors"
 KIND = "dscale-predictor"
@@ -91,6 +92,19 @@ class Predictor(nn.Module):
         weight = self.first.weight * torch.where(varied, 1.0 / std.clamp_min(1e-30), 0.0)
         self.first.bias.sub_(weight @ mean)
         self.first.weight.copy_(weight)
+
+    @torch.no_grad()
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Replace the weights in place, from the host and in stream order: steps captured before see the new ones.
+
+        InputError, and no change, where names or shapes are not this predictor's.
+        """
+        own = self.state_dict()
+        shapes = {name: tuple(value.shape) for name, value in weights.items()}
+        wanted = {name: tuple(value.shape) for name, value in own.items()}
+        require(shapes == wanted, f"predictor: tensors {shapes} cannot replace {wanted}")
+        for name, value in weights.items():
+            place_tensor(value.to(own[name].dtype), own[name])
 
     def save(self, folder: str | Path) -> None:
         """Write config.json and predictor.safetensors into folder, made when it is not there."""
