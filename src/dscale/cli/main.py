@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from dscale.cli.bench import bench
 from dscale.cli.chat import chat
 from dscale.cli.check import app as check
 from dscale.cli.corpus import corpus
@@ -14,6 +15,7 @@ from dscale.cli.evaluate import app as evaluate
 from dscale.cli.fit import fit
 from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
+from dscale.cli.report import report
 from dscale.cli.serve import serve
 from dscale.cli.trace import trace
 from dscale.cli.train import app as train
@@ -34,9 +36,11 @@ app.command()(chat)
 app.command()(inspect)
 app.command()(corpus)
 app.command()(fit)
+app.command()(report)
 app.command()(serve)
 app.command()(trace)
 app.command()(tune)
+app.command()(bench)
 app.add_typer(evaluate)
 app.add_typer(train)
 app.add_typer(check)
