@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dscale.config import PAGE_SIZE, AnchorLayout, DecoderConfig, DrafterConfig, RopeConfig
@@ -188,3 +188,20 @@ def test_plain_loop_emits_the_targets_own_tokens(layout: AnchorLayout, choose) -
         ids = torch.tensor([prompt])
         theirs = target.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert alone.tokens == theirs[0, len(prompt) :].tolist()
+
+
+def test_prepared_again_the_joined_weight_stays_where_it_is() -> None:
+    """A captured step goes on reading it, and it holds the weights of now."""
+    drafter = Drafter(CONFIG)
+    for parameter in drafter.parameters():
+        nn.init.normal_(parameter)
+    drafter.prepare()
+    joined = drafter.context_projection.weight
+    address, before = joined.data_ptr(), joined.clone()
+    with torch.no_grad():
+        drafter.stack.blocks[1].qkv.weight.mul_(2)
+    drafter.prepare()
+    assert drafter.context_projection.weight.data_ptr() == address
+    rows = joined.shape[0] // len(drafter.stack.blocks)
+    assert torch.equal(joined[:rows], before[:rows])
+    assert torch.equal(joined[rows : 2 * rows], before[rows : 2 * rows] * 2)

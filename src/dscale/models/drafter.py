@@ -46,17 +46,22 @@ class Drafter(nn.Module):
         return (k if block.k_norm is None else rms_norm_torch(k, block.k_norm.weight, block.k_norm.eps)), v
 
     def prepare(self) -> None:
-        """Join the context key/value weights of all layers into one matrix, for `write_context`. Call after loading."""
+        """Join the context key/value weights of all layers into one matrix, for `write_context`. Call after loading, and
+        again when the weights have changed: it stays where it is, for steps captured before."""
         decoder = self.config.decoder
         queries = decoder.num_heads * decoder.head_dim
         layers: list[DecoderLayer] = list(self.stack.layers)  # type: ignore[arg-type]
         with torch.no_grad():
             weight = torch.cat([layer.qkv.weight[queries:] for layer in layers])
-            joined = Linear(weight.shape[1], weight.shape[0], bias=decoder.qkv_bias)
-            joined.weight = nn.Parameter(weight, requires_grad=False)
+            joined = self.context_projection
+            if joined is None or joined.weight.dtype != weight.dtype or joined.weight.device != weight.device:
+                joined = Linear(weight.shape[1], weight.shape[0], bias=decoder.qkv_bias)
+                joined.to(weight)
+            joined.weight.copy_(weight)
             if decoder.qkv_bias:
-                bias = torch.cat([layer.qkv.bias[queries:] for layer in layers])  # type: ignore[index]
-                joined.bias = nn.Parameter(bias, requires_grad=False)
+                joined.bias.copy_(torch.cat([layer.qkv.bias[queries:] for layer in layers]))  # type: ignore[index, union-attr]
+            joined.requires_grad_(False)
+            joined.packed = None
         self.context_projection = joined
 
     def write_context(self, taps: Tensor, cache: Tensor, angles: Tensor, slots: Tensor) -> None:
