@@ -131,8 +131,8 @@ def answers(llm: LLM, made: Sequence[Request], first: int) -> dict[str, Any]:
 
 
 def added(known: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Counts of both: every field is a number, a text or a list, and adds."""
-    return {name: known[name] + value for name, value in more.items()} if known else more
+    """Counts of both: every field of `more` is a number, a text or a list, and adds."""
+    return known | {name: known[name] + value if name in known else value for name, value in more.items()}
 
 
 def differing(digests: str, others: str) -> list[int]:
@@ -170,6 +170,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--max-requests", type=int, default=16)
+    parser.add_argument("--width", type=int, help="block width of these policies; the drafter's own if not given")
+    parser.add_argument("--slots", type=float, default=8.0, help="verified rows per request of dvl and confidence")
     parser.add_argument("--chunk", type=int, default=100, help="generations between two writes of the record")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
@@ -178,10 +180,11 @@ def main() -> None:
     head = {"schema": "dscale.structured_output/2", "model": args.model, "max_tokens": args.max_tokens}
     record = opened(args.out, head)
     for policy in args.policies:
-        one = record["policies"].get(policy, {})
+        one = record["policies"].get(policy, {"width": args.width, "slots": args.slots})
         if one.get("generations", 0) >= args.count:
             continue
-        llm = LLM(args.model, policy=policy, dtype=args.dtype, max_requests=args.max_requests, max_model_len=1024)
+        sizes = {"width": one["width"], "slots": one["slots"], "max_requests": args.max_requests}
+        llm = LLM(args.model, policy=policy, dtype=args.dtype, max_model_len=1024, **sizes)
         for first in range(one.get("generations", 0), args.count, args.chunk):
             one = added(one, answers(llm, made[first : first + args.chunk], first))
             record["policies"][policy] = one

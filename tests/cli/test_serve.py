@@ -198,6 +198,36 @@ def test_the_engines_end_is_told_within_five_seconds_and_ends_the_server_with_1(
         assert time.monotonic() - began < 5
 
 
+def test_an_engine_that_hangs_makes_health_fail_until_it_answers_again(target):
+    started = threading.Barrier(2)
+    with Served(target, "--stall-seconds", 1) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(stream, server.url, 1500, started)
+        started.wait(30)
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        health = [wait_for_health(server.url, 503).json()["status"]]
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stalled")
+        time.sleep(1.5)  # the log looks once a second
+        os.kill(server.engine_pid(), signal.SIGCONT)
+        health.append(wait_for_health(server.url, 200).json()["status"])
+        assert health == ["stalled", "ok"]
+        assert answer.result(60)[1][-1]["choices"][0]["finish_reason"] == "length"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+    events = [row["event"] for row in server.rows]
+    assert events.index("engine stalled") < events.index("engine answers again")
+    assert server.other == []
+
+
+def wait_for_health(url: str, status: int) -> httpx.Response:
+    """What /health says once it has this status, which it must have within 20 seconds."""
+    deadline = time.monotonic() + 20
+    while (response := httpx.get(f"{url}/health")).status_code != status and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert response.status_code == status
+    return response
+
+
 def test_a_taken_port(dscale, target):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -93,7 +93,7 @@ class InProcess:
     def __init__(self, llm: LLM, max_waiting: int = 256) -> None:
         self.llm, self.about = llm, about(llm)
         self.snapshot = Snapshot(0.0, llm.policy)
-        self.draining = False
+        self.draining, self.silence = False, 0.0
         self.aborted: list[str] = []
         self._pipe = Pipe()
         self._pipe.hand = self._receive
@@ -174,7 +174,7 @@ class Scripted:
         self.about = {"context_length": 512, "vocabulary": 257, "policy": "off", "versions": {"dscale": "0"}}
         self.snapshot = Snapshot(0.0, "off")
         self.text, self.ending, self.pause = list(text), ending, pause
-        self.alive, self.draining = True, False
+        self.alive, self.draining, self.silence = True, False, 0.0
         self.submits: list[Submit] = []
         self.closed = 0
 

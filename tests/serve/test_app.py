@@ -356,6 +356,30 @@ def test_api_keys(scripted):
         api.models.list()
 
 
+def test_events_are_lines_to_every_reader(scripted):
+    """Clients that part lines as Python does would find ends inside of the JSON."""
+    text = "a\u2028b\x85c\u2029d é"
+    _, url, _ = scripted(Scripted([text]))
+    body = {"prompt": "x", "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        lines = response.read().decode().splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(choice["text"] for one in events for choice in one["choices"]) == text
+
+
+def test_a_silent_engine_makes_the_server_unhealthy(scripted):
+    client, url, _ = scripted(Scripted(), stall_seconds=5.0)
+    client.silence = 5.1
+    health = httpx.get(f"{url}/health")
+    assert (health.status_code, health.json()) == (503, {"status": "stalled"})
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stalled")
+    assert refused.headers["retry-after"] == "5"
+    client.silence = 4.9
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
 def test_limits_answer_503_and_429_with_retry_after(scripted):
     _, url, service = scripted(Scripted(ending="hang"), max_requests=1, max_queue=1)
     with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True, "n": 2}) as held:

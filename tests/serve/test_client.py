@@ -166,6 +166,38 @@ def test_what_cannot_be_loaded_is_said_in_one_line(run: Run, options: dict[str, 
         run(Client.start(**{**options, "model": str(tmp_path)}))
 
 
+def test_silence_is_how_long_a_stopped_engine_owes_an_answer(run: Run, client: Client):
+    async def stopped() -> tuple[float, float, Delta]:
+        assert client.silence == 0.0  # nothing was asked
+        task = asyncio.create_task(answer(client, "stopped", prompt(1), endless()))
+        while not client.snapshot.running:
+            await asyncio.sleep(0.01)
+        os.kill(client.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.8)  # less what was on its way
+        silent = client.silence
+        os.kill(client.pid, signal.SIGCONT)
+        whole = await task
+        await quiet(client)
+        return silent, client.silence, whole
+
+    silent, after, whole = run(stopped())
+    assert silent > 0.3
+    assert after == 0.0
+    assert whole.usage.completion_tokens == 90
+
+
+def test_what_the_engine_prints_is_a_line_of_the_log(run: Run, options: dict[str, Any], caplog):
+    caplog.set_level("INFO", "dscale.serve")
+
+    async def start_and_stop() -> int:
+        client = await Client.start(**options)
+        return await client.stop(0.0)
+
+    assert run(start_and_stop()) == 0
+    said = [record.fields["text"] for record in caplog.records if record.getMessage() == "engine said"]
+    assert any(text.startswith("drafter ") for text in said)
+
+
 def test_kill_is_noticed_at_once(run: Run, options: dict[str, Any]):
     async def killed() -> tuple[list[Any], float, int, Client]:
         client = await Client.start(**options)

@@ -47,6 +47,9 @@ def serve(
     body_timeout: Annotated[float | None, typer.Option(help="Seconds a body may take to arrive (30).")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take (600).")] = None,
     drain_seconds: Annotated[float | None, typer.Option(help="Seconds running requests get at a stop (30).")] = None,
+    stall_seconds: Annotated[
+        float | None, typer.Option(help="Seconds the engine may be silent before /health fails (60).")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin allowed to call from browsers; repeatable.")
     ] = None,

@@ -14,6 +14,8 @@ from dscale.models.tokenizer import Tokenizer
 from dscale.serve.messages import Delta, Usage
 from dscale.serve.tools import Piece, ToolCall, ToolParser
 
+LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
+
 
 @dataclass
 class Answer:
@@ -267,6 +269,10 @@ class ChoiceStream:
 
 
 def event(data: dict[str, Any] | str) -> bytes:
-    """One server-sent event."""
+    """One server-sent event. Characters that Python's splitlines takes for line ends are escaped, for clients that read
+    lines with it."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    if not text.isascii():
+        for character, escape in LINE_ENDS:
+            text = text.replace(character, escape)
     return f"data: {text}\n\n".encode("utf-8", "replace")

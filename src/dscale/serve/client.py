@@ -101,6 +101,7 @@ class Client:
         self._switches: deque[asyncio.Future[Switched]] = deque()
         self._subscribers: set[asyncio.Queue[Snapshot | None]] = set()
         self._failed: Failed | None = None
+        self._owed: float | None = None  # since when the engine has owed an answer, by the loop's clock
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -136,6 +137,11 @@ class Client:
     def alive(self) -> bool:
         """True while a request would be served."""
         return self._alive and not self.draining
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine has said nothing although something was asked of it."""
+        return 0.0 if self._owed is None else asyncio.get_running_loop().time() - self._owed
 
     async def wait(self) -> int:
         """Exit code of the engine's process, once it has ended, whatever the reason."""
@@ -207,6 +213,8 @@ class Client:
     def _send(self, message: object) -> None:
         if self._alive:
             self._child.writer.write(frame([message]))
+            if self._owed is None:  # the loop answers whatever comes, with a snapshot if with nothing else
+                self._owed = asyncio.get_running_loop().time()
 
     async def _listen(self) -> int:
         """Hand out what comes until the pipe is closed; then the process' exit code."""
@@ -214,6 +222,8 @@ class Client:
             while True:
                 for message in await read_frame(self._child.reader):
                     self._receive(message)
+                waited = self._switches or any(not box.ended for box in self._boxes.values())
+                self._owed = asyncio.get_running_loop().time() if waited else None
         except Closed:
             pass
         except Exception:  # then nobody would hear of the engine again

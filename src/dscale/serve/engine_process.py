@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dscale.config import POLICIES, InputError
 from dscale.engine.request import Request, Status
 from dscale.serve.link import Closed, Link
+from dscale.serve.logs import one_line
 from dscale.serve.messages import (
     Abort,
     Delta,
@@ -275,6 +277,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
+    warnings.formatwarning = one_line
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     try:
         serve(link)

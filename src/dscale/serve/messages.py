@@ -229,6 +229,12 @@ class EngineClient(Protocol):
         """True once shutdown began."""
         ...
 
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine has said nothing although something was asked of it. While it runs it says
+        something after every step, so that this is how long the step takes; a hung one stays silent."""
+        ...
+
     def snapshots(self) -> AsyncIterator[Snapshot]:
         """Every new snapshot."""
         ...

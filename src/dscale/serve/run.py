@@ -30,6 +30,7 @@ from dscale.serve.settings import ServerSettings
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_WORDS = 2.0  # seconds that open responses get to say that the engine ended, or that time is up
 KEEP_ALIVE = 30  # seconds an idle connection is kept
+WATCH_SECONDS = 1.0  # between looks at whether the engine still answers
 
 
 class HttpServer(uvicorn.Server):
@@ -63,6 +64,7 @@ class Run:
         """Until a signal or the engine's end; the exit code."""
         serving = asyncio.create_task(self.http.serve(sockets=self.sockets))
         metrics = asyncio.create_task(self._observe())
+        watching = asyncio.create_task(self._watch())
         try:
             await self._until_over(serving)
         finally:
@@ -70,6 +72,7 @@ class Run:
             self.http.should_exit = True
             await serving
             metrics.cancel()
+            watching.cancel()
         return self.code
 
     async def _until_over(self, serving: asyncio.Task[None]) -> None:
@@ -111,6 +114,16 @@ class Run:
         async for snapshot in self.client.snapshots():
             if self.service.metrics is not None:
                 self.service.metrics.observe(snapshot)
+
+    async def _watch(self) -> None:
+        """Say so when the engine falls silent, and when it answers again."""
+        stalled = False
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if (self.service.state == "stalled") != stalled:
+                stalled = not stalled
+                event, level = ("stalled", logging.CRITICAL) if stalled else ("answers again", logging.WARNING)
+                tell(f"engine {event}", level, open=self.service.open, seconds=round(self.client.silence, 1))
 
 
 async def run_server(settings: ServerSettings) -> int:

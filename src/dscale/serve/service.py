@@ -54,11 +54,13 @@ class Service:
 
     @property
     def state(self) -> str:
-        """ok while a request would be served; else why not: ended, stopping or full."""
+        """ok while a request would be served; else why not: ended, stopping, stalled or full."""
         if self.closing.is_set() or self.client.draining:
             return "stopping"
         if not self.client.alive:
             return "ended"
+        if self.client.silence > self.settings.stall_seconds:
+            return "stalled"
         return "full" if self.open >= self.settings.capacity else "ok"
 
     @contextmanager
@@ -81,6 +83,9 @@ class Service:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=10)
         if state == "ended":
             raise from_engine(EngineDied())
+        if state == "stalled":
+            message = "the engine does not answer; try again later"
+            raise ApiError(503, message, code="stalled", retry_after=self.settings.stall_seconds)
         if sequences > room:
             raise invalid(f"n: {sequences} sequences are more than this server holds; at most {room}", "n")
         limit = self.settings.max_per_client

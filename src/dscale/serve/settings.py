@@ -29,6 +29,7 @@ class ServerSettings:
 
     max_queue: sequences that may wait beyond the max_requests that run. max_body: bytes. Times in seconds.
     max_per_client: open requests of one API key (without keys: of one address). seed None: a new one at every start.
+    stall_seconds: for which the engine may be silent while requests wait before the server calls itself unhealthy.
     refit: fit predictor and calibration to live traffic; refit_min_records new records and refit_every seconds between
     two fits, refit_keep records in memory, refit_dir keeps the last accepted predictor.
     """
@@ -59,6 +60,7 @@ class ServerSettings:
     body_timeout: float = 30.0
     request_timeout: float = 600.0
     drain_seconds: float = 30.0
+    stall_seconds: float = 60.0
     cors_origin: tuple[str, ...] = ()
     log_prompts: bool = False
     refit: bool = False
@@ -72,7 +74,7 @@ class ServerSettings:
         require(0 <= self.port <= 65535, f"port: {self.port} must lie in [0, 65535]")
         require(self.max_queue >= 0, f"max_queue: {self.max_queue} must be 0 or positive")
         require(self.max_body >= 1024, f"max_body: {self.max_body} bytes must be at least 1024")
-        for name in ("request_timeout", "body_timeout", "refit_every"):
+        for name in ("request_timeout", "body_timeout", "stall_seconds", "refit_every"):
             value = getattr(self, name)
             require(math.isfinite(value) and value > 0, f"{name}: {value} must be positive")
         good = math.isfinite(self.drain_seconds) and self.drain_seconds >= 0
