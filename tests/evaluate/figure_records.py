@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from dscale.evaluate.certificate import Evidence, Text, decide, evidence_json, resolution
+from dscale.evaluate.certificate_record import Certificate, CertificateRecord, Scope
+
 WIDTH = 4
 
 
@@ -65,3 +70,41 @@ def step() -> dict[str, Any]:
         "model": "random:qwen3-8b", "dtype": "bfloat16", "device": "a GPU", "versions": {"dscale": "0.1.0"},
         "rows": [row], "skipped": [],
     }  # fmt: skip
+
+
+def certificates(
+    planted: int = 0, policies: tuple[str, ...] = ("full", "dvl"), exact: bool = True
+) -> CertificateRecord:
+    """Of `dscale certify`: 600 positions a policy, accepted to depth 3; `planted` accepted drafts of depth 3 are wrong
+    with the first policy."""
+    made = []
+    for place, policy in enumerate(policies):
+        offset = np.tile([1, 2, 3, 0], 150)
+        wrong = np.zeros(600, bool)
+        wrong[np.flatnonzero(offset == 3)[: planted * (place == 0)]] = True
+        margin = np.where(wrong, 1.5, np.nan)
+        evidence = Evidence(
+            wrong, np.zeros(600, bool), wrong, offset, margin, np.arange(600) // 60, np.arange(600) % 60
+        )
+        text = Text(10, 10 - min(planted * (place == 0), 10), {0: 5} if wrong.any() else {})
+        scope = Scope(
+            policy,
+            16,
+            None,
+            "float32",
+            "cpu",
+            0.0,
+            1.0,
+            None,
+            (20, 180),
+            10,
+            600,
+            450,
+            resolution(600, 0, exact),
+            exact,
+        )
+        verdict = decide(evidence, exact, text, 4.0)
+        made.append(Certificate(scope, verdict, evidence_json(evidence, exact), text, 4.0))
+    return CertificateRecord(
+        {"dscale": "0.1.0"}, {"processor": "made up", "cores": 2}, "dscale certify tiny", "tiny", exact, {}, tuple(made)
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dscale.config import InputError
-from dscale.evaluate.bench_record import ArmInfo, BenchRecord
+from dscale.evaluate.bench_record import ArmInfo
 from dscale.evaluate.report.bench import Bench
 from dscale.evaluate.report.blocks import Table
 from dscale.evaluate.report.build import build_report, to_html, write_report
@@ -36,7 +36,7 @@ def written(folder: Path, *contents: Any) -> list[Path]:
     """Files of records, r0.json and so on."""
     paths = []
     for place, one in enumerate(contents):
-        content = one.as_json() if isinstance(one, BenchRecord) else one
+        content = one.as_json() if hasattr(one, "as_json") else one
         paths.append(folder / f"r{place}.json")
         paths[-1].write_text(json.dumps(content))
     return paths
@@ -143,6 +143,28 @@ def test_simulated_acceptance_stands_on_every_figure(tmp_path: Path) -> None:
         assert all("simulated acceptance" in panel for panel in figure.panels)
     assert to_html(report).count('<span class="tag">simulated acceptance</span>') == len(figures)
     assert any(line.startswith("Real acceptance in r0.json") for line in report.missing)
+
+
+def test_certificates(tmp_path: Path) -> None:
+    text = markdown(tmp_path, bench_records.record(), figure_records.certificates())
+    assert "- full: **certified** 0 violations on 450 accepted drafts, floor 0" in text
+    assert "| full | certified | 0.000% ± 0.000 |" in text
+    assert "| 3 | 0 / 0 / 150 | 0 / 0 / 150 |" in text
+    assert "- Losslessness of auto: the certificates given are of dvl, full." in text
+    assert "- Losslessness of sampled text: every certificate is of greedy text." in text
+    assert "✗" not in text.split("Certificate by offset")[1].split("Marked")[0]
+
+
+def test_a_refused_certificate_says_where(tmp_path: Path) -> None:
+    report = build_report(written(tmp_path, figure_records.certificates(planted=9)), resamples=RESAMPLES)
+    text = report.markdown()
+    assert "- full: **refused** 9 violations on 450 accepted drafts" in text
+    assert "| 3 | 9 / 0 / 150 ✗ | 0 / 0 / 150 |" in text
+    assert "full: worst at offset 3" in text
+    assert "full: 9 of 10 texts differ from those without speculation" in text
+    assert "Losslessness of full: the certificate was refused." in report.missing
+    figure = next(block for block in report.sections[0].blocks if hasattr(block, "panels"))
+    assert [name for name, _ in figure.legend] == ["full", "full, floor"]
 
 
 def test_gpu_records(tmp_path: Path) -> None:

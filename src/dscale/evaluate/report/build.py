@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from dscale.config import InputError, require
-from dscale.evaluate.report import bench, experiments, gpu, offline, runs
+from dscale.evaluate.report import bench, exactness, experiments, gpu, offline, runs
 from dscale.evaluate.report.bench import Bench
 from dscale.evaluate.report.blocks import Cards, Figure, Listing, Report, Section, Table, Text
 from dscale.evaluate.report.figures import swatch
@@ -47,7 +47,10 @@ def build_report(
         except BROKEN as error:
             raise InputError(f"{source.name}: damaged record of {TITLES[source.kind]}: {_reason(error)}") from None
     report("report, done", len(sources), len(sources))
-    missing = not_measured(sources, [one for one in benches if not one.name.endswith(SPEEDS)])
+    try:
+        missing = not_measured(sources, [one for one in benches if not one.name.endswith(SPEEDS)])
+    except BROKEN as error:
+        raise InputError(f"report: damaged record: {_reason(error)}") from None
     return Report(title, tuple(named(sections)), missing, _records(sources), any(one.simulated for one in sources))
 
 
@@ -68,6 +71,7 @@ def _sections(source: Source, key: str, benches: list[Bench], resamples: int) ->
             made += [found] if found is not None else []
         return made
     of = {
+        "certificate": exactness.certificates, "reproducibility": exactness.reproducibility,
         "policies": offline.policies, "drafter": offline.drafter, "throughput": gpu.throughput, "step": gpu.step,
     }  # fmt: skip
     return of[source.kind](key, source.name, source.content)

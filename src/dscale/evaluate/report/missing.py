@@ -130,14 +130,25 @@ def _any(bench: Bench, arm: str, field: str) -> bool:
 
 
 def _certified(sources: Sequence[Source], benches: Sequence[Bench]) -> Iterable[str]:
-    """Policies that a benchmark ran and no certificate covers."""
-    scopes = [str(source.content.get("scope", {}).get("policy")) for source in sources if source.kind == "certificate"]
-    if not scopes:
+    """Policies, dtypes and ways of sampling that no certificate covers."""
+    found = [one for source in sources if source.kind == "certificate" for one in source.content["certificates"]]
+    if not found:
         return
-    ran = {a.policy for bench in benches for a in bench.record.arms if a.policy and a.engine == "dscale"} - {"off"}
-    left = sorted(ran - set(scopes))
+    given = [one["scope"] for one in found if one["certified"]]
+    refused = sorted({str(one["scope"]["policy"]) for one in found if not one["certified"]})
+    if refused:
+        yield f"Losslessness of {', '.join(refused)}: the certificate was refused."
+    known = {str(scope["policy"]) for scope in given}
+    arms = [arm for bench in benches for arm in bench.record.arms if arm.engine == "dscale" and not arm.autoregressive]
+    left = sorted({arm.policy for arm in arms if arm.policy} - known - set(refused))
     if left:
-        yield f"Losslessness of {', '.join(left)}: the certificates are of {', '.join(sorted(set(scopes)))}."
+        yield f"Losslessness of {', '.join(left)}: the certificates given are of {', '.join(sorted(known)) or 'none'}."
+    dtypes = {str(arm.settings["dtype"]) for arm in arms if arm.settings.get("dtype")}
+    other = sorted(dtypes - {str(scope["dtype"]) for scope in given})
+    if other:
+        yield f"Losslessness in {', '.join(other)}, in which the benchmark ran."
+    if not any(scope["temperature"] > 0 for scope in given):
+        yield "Losslessness of sampled text: every certificate is of greedy text."
 
 
 def _simulated(sources: Sequence[Source]) -> Iterable[str]:

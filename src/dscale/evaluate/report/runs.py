@@ -118,7 +118,7 @@ def progress(bench: Bench) -> Section | None:
     by_step = {arm: shares for arm in bench.shown_arms if (shares := step_shares(bench, arm)) is not None}
     plain = {arm.name for arm in bench.record.arms if arm.autoregressive}
     if by_step:
-        shown, of = by_step, "steps"
+        shown, of = by_step, "drafted steps"
     else:
         means = {arm: request_means(bench, arm) for arm in bench.shown_arms if arm not in plain}
         shown = {arm: _histogram(values) for arm, values in means.items() if values}
@@ -126,7 +126,7 @@ def progress(bench: Bench) -> Section | None:
     if not shown:
         return None
     drawn = draw_steps([(bench.style(arm), [100 * one for one in shares]) for arm, shares in shown.items()])
-    ylabel = "% of steps" if by_step else "% of requests"
+    ylabel = "% of drafted steps" if by_step else "% of requests"
     means_of = {arm: sum((k + 1) * share for k, share in enumerate(shares)) for arm, shares in shown.items()}
     told = ", ".join(f"{arm} {mean:.2f}" for arm, mean in means_of.items())
     width = max(len(shares) for shares in shown.values())
