@@ -46,8 +46,8 @@ class Drafter(nn.Module):
         return (k if block.k_norm is None else rms_norm_torch(k, block.k_norm.weight, block.k_norm.eps)), v
 
     def prepare(self) -> None:
-        """Join the context key/value weights of all layers into one matrix, for `write_context`. Call after loading, and
-        again when the weights have changed: it stays where it is, for steps captured before."""
+        """Join the context key/value weights of all layers into one matrix, for `write_context`. Call after loading,
+        and again when the weights have changed: it stays where it is, for steps captured before."""
         decoder = self.config.decoder
         queries = decoder.num_heads * decoder.head_dim
         layers: list[DecoderLayer] = list(self.stack.layers)  # type: ignore[arg-type]
