@@ -37,7 +37,7 @@ Act = Callable[[], Coroutine[Any, Any, None]]
 POLICIES = ("off", "full", "fixed:4", "dvl", "confidence", "auto")
 REFUSED = (429, 503)  # limits that may be met
 MOST_BODY = 1 << 20
-SERVER = ("--max-model-len", 1024, "--num-pages", 160, "--max-body", MOST_BODY, "--max-queue", 120)
+SERVER = ("--max-model-len", 1024, "--num-pages", 90, "--max-body", MOST_BODY, "--max-queue", 120)
 SERVER_LIMIT = ("--max-per-client", 60, "--drain-seconds", 300)
 PATIENCE = 300.0  # seconds until a request without an answer counts as lost
 WARM = 1 / 3  # share of the run after which memory has to be flat
@@ -91,7 +91,10 @@ class Load:
         response = await client.post(wrong.path, content=wrong.content, headers=headers)
         self.status[response.status_code] += 1
         error = response.json()["error"]
-        if response.status_code == wrong.status and error["message"]:
+        if response.status_code in REFUSED:  # what only the engine can judge is judged after limits
+            self.ended[f"limit: {error['code']}"] += 1
+            await asyncio.sleep(float(response.headers["Retry-After"]))
+        elif response.status_code == wrong.status and error["message"]:
             self.ended[f"refused: {wrong.name}"] += 1
         else:
             self.lost.append(f"{wrong.name}: status {response.status_code}, {error}"[:300])

@@ -41,6 +41,7 @@ class Engine:
     def __init__(self) -> None:
         self.random = random.Random(0)
         self.budget, self.lanes = 5.0, 0
+        self.held = False  # answers wait in their middle
         self.now = Snapshot(time.time(), "dvl", pages=512, drafted_at=[0] * 7, verified_at=[0] * 7, accepted_at=[0] * 7)
         self.now.counters = dict.fromkeys(("steps", "request_steps", "emitted", "drafted", "accepted", "slots"), 0.0)
 
@@ -70,9 +71,11 @@ class Engine:
         return self.now
 
 
-def create_app(api_key: str | None = None, steps: bool = True, predictor: bool = True) -> FastAPI:
-    """The stub. steps: whether it knows the request field dscale_steps; predictor: whether it says it has one."""
+def create_app(api_key: str | None = None, steps: bool = True, predictor: bool = True, held: bool = False) -> FastAPI:
+    """The stub. steps: whether it knows the request field dscale_steps; predictor: whether it says it has one; held:
+    answers stop in their middle, while the batch goes on, until POST /stub/release."""
     app, engine, metrics = FastAPI(), Engine(), Metrics(CollectorRegistry(), "stub")
+    engine.held = held
     app.state.engine = engine
     app.mount("/page", StaticFiles(directory=PAGE))
 
@@ -110,6 +113,10 @@ def create_app(api_key: str | None = None, steps: bool = True, predictor: bool =
 
         return StreamingResponse(snapshots(), media_type="text/event-stream")
 
+    @app.post("/stub/release")
+    def release() -> None:
+        engine.held = False
+
     @app.post("/dscale/policy")
     async def switch(request: Request) -> JSONResponse:
         wanted = await request.json()
@@ -135,6 +142,8 @@ async def answer(engine: Engine, metrics: Metrics, body: dict[str, Any], steps: 
         yield event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         while at < min(len(TEXTS), body["max_tokens"]):
             await asyncio.sleep(0.05)
+            if engine.held and at > len(TEXTS) // 2:
+                continue
             lane = engine.lane(0)
             texts = TEXTS[at : min(at + lane.accepted + 1, body["max_tokens"])]
             at += len(texts)

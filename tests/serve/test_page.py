@@ -93,8 +93,9 @@ def wait_for_answer(page: Any, number: int = 1) -> str:
     return page.text_content(f".assistant .text >> nth={number - 1}")
 
 
-def test_a_chat_streams_with_its_drafts_tinted_and_the_strip_moving(browser: Any, address: str) -> None:
-    with opened(browser, address) as page:
+def test_a_chat_streams_with_its_drafts_tinted_and_the_strip_moving(browser: Any) -> None:
+    """The answer waits in its middle until all that shows only while it streams has been seen."""
+    with serving(held=True) as url, opened(browser, url) as page:
         page.wait_for_function("() => document.querySelector('#model').textContent == 'smollm2-135m · cpu · bfloat16'")
         strip = page.get_attribute("#strip", "aria-label")
         assert strip == "Nothing is being decoded"
@@ -108,8 +109,8 @@ def test_a_chat_streams_with_its_drafts_tinted_and_the_strip_moving(browser: Any
         assert accepted + rejected + trimmed == 7 * requests  # every draft is one of them
         assert rows == requests + accepted + rejected
         before = page.evaluate("document.querySelector('#strip').toDataURL()")
-        page.wait_for_timeout(250)
-        assert page.evaluate("document.querySelector('#strip').toDataURL()") != before
+        page.wait_for_function("(before) => document.querySelector('#strip').toDataURL() != before", arg=before)
+        httpx.post(f"{url}stub/release")
         text = wait_for_answer(page)
         assert early < len(text)
         assert text == "".join(TEXTS)
