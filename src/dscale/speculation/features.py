@@ -9,6 +9,7 @@ flag of a request's first step fourth, zeros elsewhere. 1735 in all for W = 16.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,19 +49,27 @@ class FeatureProjections:
     matrix: Tensor
 
     @classmethod
-    def build(cls, head_weight: Tensor, seed: int) -> FeatureProjections:
+    def build(
+        cls,
+        head_weight: Tensor,
+        seed: int,
+        shard: tuple[int, int] | None = None,
+        total: Callable[[Tensor], Tensor] = lambda part: part,
+    ) -> FeatureProjections:
         """From the LM head E [V, H] (dscale.md §2): logits fold into Eᵀ(P - mean_rows(P)), so V is never touched again.
 
         Not valid for a head with a bias or a soft-cap. P [V, 32] is made anew from the seed and never stored.
+        shard: head_weight holds only rows from the first on, of that many in all; total then adds up the ranks' parts.
         """
-        vocab, size = head_weight.shape
+        rows, size = head_weight.shape
+        first, vocab = shard or (0, rows)
         device = head_weight.device
         hidden = sign_matrix(size, HIDDEN, seed, stream=0).to(device) / math.sqrt(size)
         p = logit_projection(vocab, seed).to(device)
-        centred = (p - p.mean(0, keepdim=True)).split(FOLD_ROWS)
+        centred = (p - p.mean(0, keepdim=True))[first : first + rows].split(FOLD_ROWS)
         heads = head_weight.detach().split(FOLD_ROWS)
         folded = torch.stack([head.float().T @ part for head, part in zip(heads, centred, strict=True)]).sum(0)
-        return cls(seed, torch.cat([hidden, folded], dim=1))
+        return cls(seed, torch.cat([hidden, total(folded)], dim=1))
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden [..., H] after the final norm → ([..., 64], [..., 32]) float32."""

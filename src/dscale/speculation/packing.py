@@ -62,7 +62,14 @@ class PackedRows:
 
 
 def pack_rows(
-    k: Tensor, rows: int, anchor: Tensor, drafts: Tensor, context: Tensor, page_table: Tensor, lanes: Tensor
+    k: Tensor,
+    rows: int,
+    anchor: Tensor,
+    drafts: Tensor,
+    context: Tensor,
+    page_table: Tensor,
+    lanes: Tensor,
+    page_size: int = PAGE_SIZE,
 ) -> tuple[Packed, PackedRows]:
     """`pack`, and the rows of the blocks [anchor | drafts] that stand at positions context, context + 1, …
 
@@ -72,10 +79,10 @@ def pack_rows(
     if triton.usable(k):
         from dscale.kernels.triton import pack as kernel
 
-        maps, fields = kernel.pack_rows(k, rows, anchor, drafts, context, page_table, lanes, PAGE_SIZE)
+        maps, fields = kernel.pack_rows(k, rows, anchor, drafts, context, page_table, lanes, page_size)
         return Packed(*maps), PackedRows(*fields)
     packed = pack(k, rows)
     block = torch.cat([anchor[:, None], drafts], dim=1)
     positions = context[:, None] + torch.arange(block.shape[1], device=k.device)
-    slots = page_table[lanes].gather(1, positions // PAGE_SIZE).long() * PAGE_SIZE + positions % PAGE_SIZE
+    slots = page_table[lanes].gather(1, positions // page_size).long() * page_size + positions % page_size
     return packed, PackedRows(*(gather(packed, field, 0) for field in (block, positions, slots)))

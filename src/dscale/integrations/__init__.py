@@ -1,0 +1,1 @@
+"""The method on other engines. Nothing of DScale imports this package."""
