@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dscale.config import SamplingParams
 from dscale.engine.graphs import BUDGETS, GraphRunner, Step, buckets
 from dscale.engine.llm import LLM
+from dscale.engine.recorder import Recorder, RequestTrace
 from dscale.engine.request import FinishReason
 from dscale.engine.results import OutputRing, Outputs
 from dscale.kernels import native
 from dscale.kernels import triton as kernels
 from dscale.speculation.auto import Auto
 from dscale.speculation.costs import ReplayCosts
+from dscale.speculation.features import CONTEXT, GROUPS, feature_size
 from dscale.speculation.workspace import StepShape
 from tests.engine.test_lossless import GREEDY, POLICIES, SEEDED, engine, prompts, reference, tokens
 
@@ -63,23 +66,25 @@ class Traced(Closure):
         def traced() -> list[Tensor]:
             outputs = step()
             kept.append(outputs)
-            return [outputs.counts] + ([] if outputs.signals is None else [outputs.signals])
+            return list(_tensors(outputs).values())
 
         graph = make_fx(traced)()
-        first = graph()
-        fixed = replace(kept[0], counts=first[0], signals=first[1] if len(first) > 1 else None)
+        names = list(_tensors(kept[0]))
+        fixed = replace(kept[0], **dict(zip(names, graph(), strict=True)))
 
         def replay() -> None:
-            now = graph()
-            _overwrite(fixed, replace(fixed, counts=now[0], signals=now[1] if len(now) > 1 else None))
+            _overwrite(fixed, replace(fixed, **dict(zip(names, graph(), strict=True))))
 
         return fixed, replay
 
 
+def _tensors(outputs: Outputs) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(outputs).items() if isinstance(value, Tensor)}
+
+
 def _overwrite(fixed: Outputs, fresh: Outputs) -> None:
-    fixed.counts.copy_(fresh.counts)
-    if fixed.signals is not None:
-        fixed.signals.copy_(fresh.signals)
+    for name, value in _tensors(fixed).items():
+        value.copy_(getattr(fresh, name))
 
 
 def captured(llm: LLM, backend: Closure, most: int = 4) -> GraphRunner:
@@ -256,3 +261,49 @@ def test_interpreted_kernels_replay_too(monkeypatch: pytest.MonkeyPatch) -> None
     llm = engine("qwen3", "dvl", lag=1, max_requests=2)
     captured(llm, Closure(), most=2).sizes = [2]
     assert tokens(llm, rows, params) == expected
+
+
+@pytest.mark.parametrize(("policy", "stand_in"), [("full", Closure), ("dvl", Traced)])
+def test_captured_steps_read_late_are_recorded_as_eager_ones(
+    policy: str, stand_in: type[Closure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks, acceptance and features by request; how many ran beside it may differ, so budgets are whole blocks."""
+    if stand_in is Traced:
+        monkeypatch.setattr(native, "usable", lambda x: False)
+        monkeypatch.setattr("dscale.speculation.decode_step.draw", draw_as_on_a_device)
+    kept: list[dict[str, RequestTrace]] = []
+    params = replace(SEEDED, temperature=3.0, stop_token_ids=[3], max_tokens=17)
+    for lag in (0, 1):
+        made: dict[str, RequestTrace] = {}
+        recorder = Recorder(GROUPS, seed=4, done=lambda trace, made=made: made.__setitem__(trace.id, trace))
+        llm = engine("llama", policy, lag=lag, recorder=recorder, slots=8.0)
+        graphs = captured(llm, stand_in()) if lag else None
+        tokens(llm, prompts(8), params)
+        assert graphs is None or graphs.counters.graphs > 0
+        kept.append(made)
+    eager, late = kept
+    assert sorted(eager) == sorted(late)
+    assert sum(int((trace.accepted > 0).sum()) for trace in late.values()) > 5
+    live = feature_size(8, GROUPS) - CONTEXT
+    for id, trace in eager.items():
+        other = late[id]
+        assert (trace.prompt, trace.output) == (other.prompt, other.output)
+        for name in ("drafts", "accepted", "slots", "position"):
+            assert np.array_equal(getattr(trace, name), getattr(other, name)), name
+        assert set(other.features[:, live].tolist()) <= {1, 2, 3, 4}
+        mine, theirs = (one.features.astype(np.float32) for one in (trace, other))
+        mine[:, live] = theirs[:, live]
+        assert np.allclose(mine, theirs, atol=2e-3, rtol=2e-3)
+
+
+def test_replays_read_the_weights_that_a_refit_put_in_place() -> None:
+    """A captured step reads the predictor where it lies: new weights change what is verified, and no token."""
+    llm = engine("llama", "dvl", lag=1)
+    captured(llm, Closure())
+    assert tokens(llm, prompts(8), GREEDY) == reference("llama", False)
+    predictor = llm.load_predictor()
+    assert predictor is not None
+    before = [one.data_ptr() for one in predictor.parameters()]
+    predictor.take({name: -3 * value.clone() for name, value in predictor.state_dict().items()})
+    assert [one.data_ptr() for one in predictor.parameters()] == before
+    assert tokens(llm, prompts(8), GREEDY) == reference("llama", False)

@@ -6,12 +6,15 @@ import copy
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from dscale.config import SamplingParams
 from dscale.engine.llm import LLM
+from dscale.engine.recorder import Recorder, RequestTrace
 from dscale.models.loader import LoadedTarget
+from dscale.speculation.features import GROUPS
 from tests.engine.pairs import tiny_drafter, tiny_target
 from tests.engine.test_lossless import GREEDY, SEEDED, prompts, random_predictor, tokens
 
@@ -57,6 +60,39 @@ def test_the_host_never_waits_for_the_device(policy: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)] == []
+
+
+@pytest.mark.parametrize("policy", ["full", "dvl"])
+def test_a_recorder_looks_on_without_a_wait(policy: str) -> None:
+    """Captured steps read late leave the records of eager ones, and the host does not wait for them."""
+    kept, slots = [], 8.0 if policy == "dvl" else 3.0
+    for graphs in (False, True):
+        made: dict[str, RequestTrace] = {}
+        recorder = Recorder(GROUPS, seed=4, done=lambda trace, made=made: made.__setitem__(trace.id, trace))
+        llm = on_gpu(policy, graphs=graphs, lag=int(graphs), recorder=recorder, slots=slots)
+        tokens(llm, prompts(8), SEEDED)
+        kept.append(made)
+        torch.cuda.set_sync_debug_mode("error" if graphs else "default")
+        try:
+            tokens(llm, prompts(8), SEEDED)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    eager, captured = kept
+    assert sorted(eager) == sorted(captured)
+    for name, trace in eager.items():
+        for column in ("drafts", "accepted", "slots", "position"):
+            assert np.array_equal(getattr(trace, column), getattr(captured[name], column)), column
+
+
+def test_a_refit_reaches_captured_steps() -> None:
+    llm = on_gpu("dvl")
+    expected = tokens(llm, prompts(8), GREEDY)
+    before = llm.engine.counters.accepted
+    predictor = llm.load_predictor()
+    assert predictor is not None
+    predictor.take({name: -3 * value.cpu() for name, value in predictor.state_dict().items()})
+    assert tokens(llm, prompts(8), GREEDY) == expected
+    assert llm.engine.counters.accepted - before != before  # other rows were verified
 
 
 def test_capture_cost_is_counted() -> None:

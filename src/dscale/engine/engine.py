@@ -5,7 +5,7 @@ With lag 1 the decode step is started and the one before it committed while it r
   tokens are dropped (stop string, abort). Its pages and its row are free at the commit of t: whatever uses them next
   comes later in the same stream.
 - pages are reserved two blocks ahead; before anything is preempted the step in flight is committed.
-- requests whose logits are edited or scored, and a recorder, need every token at once: while one is here, lag is 0.
+- requests whose logits are edited or scored need every token at once: while one is here, lag is 0.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One plan; returns the requests that emitted tokens or ended, each once though two steps were committed."""
-        late = self.lag == 1 and not self._need_host and self.recorder is None
+        late = self.lag == 1 and not self._need_host
         done, self._early = self._early, []
         done += [] if late else self._settle()
         plan = self.scheduler.schedule()
@@ -295,8 +295,7 @@ class Engine:
         if self.observer is not None:
             self.observer(requests, outcome)
         if self.recorder is not None:
-            assert decoded.result is not None, "with a recorder every step is eager"
-            self.recorder.record(requests, decoded.result.draft, plain)
+            self.recorder.record(requests, decoded.draft, plain)
         if not self._alarmed and counters.drafted_steps >= ALARM_STEPS:
             self._check_acceptance()
 

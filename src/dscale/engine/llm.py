@@ -31,7 +31,7 @@ from dscale.engine.engine import Engine
 from dscale.engine.graphs import BUDGETS, capturable
 from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
 from dscale.engine.pages import PagePool, pages_for
-from dscale.engine.recorder import Recorder
+from dscale.engine.recorder import Recorder, SeenPolicy
 from dscale.engine.request import Request, Status
 from dscale.engine.scheduler import Scheduler
 from dscale.engine.worker import Worker
@@ -146,7 +146,7 @@ class LLM:
         scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
         worker = Worker(models, state)
         on_gpu = worker.device.type == "cuda"
-        self._captured = on_gpu and self.config.graphs and recorder is None and capturable(models)
+        self._captured = on_gpu and self.config.graphs and capturable(models)
         worker.policy = self._policy(worker, width, self.speculation)
         if recorder is not None:
             worker.policy = recorder.attach(worker.policy, target)
@@ -159,7 +159,8 @@ class LLM:
         worker.serve(self.config.max_requests, self._captured, self.config.max_prefill_tokens)
         if worker.graphs is not None and worker.prefills is not None:
             worker.prefills.prepare()
-            worker.graphs.prepare(timed=isinstance(worker.policy, Auto | DSpark))
+            policy = worker.policy.policy if isinstance(worker.policy, SeenPolicy) else worker.policy
+            worker.graphs.prepare(timed=isinstance(policy, Auto | DSpark))
 
     def _policy(self, worker: Worker, width: int, speculation: SpeculationConfig) -> Policy:
         """On a GPU with graphs the sizes of steps are few and known beforehand."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,13 +55,6 @@ class _Step(NamedTuple):
     position: int
 
 
-@dataclass
-class SeenDraft(Draft):
-    """A draft with the features of every lane, float16 [N, F]; None when it is not as wide as the recorder's blocks."""
-
-    features: Tensor | None = None
-
-
 class Recorder:
     """Collects the steps of every request. groups and seed: of the features (speculation/features.py); groups None:
     the confidence features, and whatever the engine's predictor reads."""
@@ -93,7 +86,7 @@ class Recorder:
 
     def record(self, requests: Sequence[Request], draft: Draft, clean: Sequence[bool]) -> None:
         """One decode step, after its tokens were committed. clean: lanes whose acceptance is the plain target's."""
-        features = draft.features if isinstance(draft, SeenDraft) else None
+        features = draft.features
         if features is not None:
             rows, drafts = features.cpu().numpy(), draft.tokens.cpu().numpy().astype(np.int32)
         for lane, request in enumerate(requests):
@@ -101,7 +94,7 @@ class Recorder:
             if reason:
                 self.skipped[reason] += 1
             else:
-                self._open.setdefault(request.id, []).append(_observed(request, rows[lane], drafts[lane]))
+                self._open.setdefault(request.id, []).append(_observed(request, rows[lane].copy(), drafts[lane].copy()))
                 self.recorded += 1
             if request.status is Status.FINISHED:
                 self.finish(request)
@@ -156,7 +149,7 @@ class SeenPolicy(Policy):
         seen = None
         if hidden.shape[1] == self.width - 1 and draft.top is not None:
             seen = self.reader.read(draft.top, hidden, live.sum(), initial)
-        return SeenDraft(draft.tokens, draft.survival, draft.top, seen)
+        return replace(draft, features=seen)
 
     def _draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         """The policy's draft, with the top logits also where the policy has no use for them."""

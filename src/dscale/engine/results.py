@@ -2,8 +2,9 @@
 
     counts [N, W' + 4] int64    tokens (W' columns), emitted, accepted, slots, finished
     signals [N, …] float32      survival q, top-1 logit, log-sum-exp of the draft, as far as the policy made them
+    features [N, F] float16, drafted [N, D] int64    of blocks that are recorded
 
-Two copies and an event a step; the host waits for the event, never for the device.
+Two copies (four while a recorder looks on) and an event a step; the host waits for the event, never for the device.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Outputs:
     drafts: int
     scored: bool
     ranked: bool
+    features: Tensor | None = None
+    drafted: Tensor | None = None
 
     @classmethod
     def pack(cls, result: StepResult) -> Outputs:
@@ -40,12 +43,15 @@ class Outputs:
             parts += [top.values[..., 0].float(), top.log_sum_exp.float()]
         counts = torch.cat([result.tokens, sums], dim=1)
         signals = torch.cat(parts, dim=1) if parts else None
-        return cls(counts, signals, draft.tokens.shape[1], draft.survival is not None, top is not None)
+        width, seen = draft.tokens.shape[1], draft.features
+        drafted = None if seen is None else draft.tokens
+        return cls(counts, signals, width, draft.survival is not None, top is not None, seen, drafted)
 
 
 @dataclass
 class HostOutputs:
-    """The same on the host, of the first n lanes: lists, and the draft's signals as CPU tensors (no token ids)."""
+    """The same on the host, of the first n lanes: lists, and the draft's signals as CPU tensors (token ids of blocks
+    that are recorded only)."""
 
     tokens: list[list[int]]
     accepted: list[int]
@@ -73,11 +79,13 @@ class RingSlot:
     """Host memory for one step's results, with the events of its start and end."""
 
     def __init__(self, lanes: int, width: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
+        self._pinned = pinned = device.type == "cuda"
+        self._lanes = lanes
         self._counts = torch.empty(lanes * (width + COUNTS), dtype=torch.int64, pin_memory=pinned)
         self._signals = torch.empty(lanes * 3 * width, dtype=torch.float32, pin_memory=pinned)
         self._began = torch.cuda.Event(enable_timing=True) if pinned else None
         self._ended = torch.cuda.Event(enable_timing=True) if pinned else None
+        self._recorded: dict[str, Tensor] = {}  # features and drafted: made when the first block is recorded
         self._outputs: Outputs | None = None
 
     def begin(self) -> None:
@@ -91,8 +99,17 @@ class RingSlot:
         _flat(self._counts, outputs.counts).copy_(outputs.counts, non_blocking=True)
         if outputs.signals is not None:
             _flat(self._signals, outputs.signals).copy_(outputs.signals, non_blocking=True)
+        if outputs.features is not None and outputs.drafted is not None:
+            self._copy("features", outputs.features)
+            self._copy("drafted", outputs.drafted)
         if self._ended is not None:
             self._ended.record()
+
+    def _copy(self, name: str, values: Tensor) -> None:
+        if name not in self._recorded:
+            size = self._lanes * values.shape[1]
+            self._recorded[name] = torch.empty(size, dtype=values.dtype, pin_memory=self._pinned)
+        _flat(self._recorded[name], values).copy_(values, non_blocking=True)
 
     def read(self, lanes: int) -> tuple[HostOutputs, float | None]:
         """Results of the first `lanes` lanes, waited for, and the step's seconds on the device where it keeps time."""
@@ -102,7 +119,11 @@ class RingSlot:
             self._ended.synchronize()
             seconds = self._began.elapsed_time(self._ended) / 1e3
         signals = None if outputs.signals is None else _flat(self._signals, outputs.signals)[:lanes]
-        return HostOutputs.read(_flat(self._counts, outputs.counts)[:lanes], signals, outputs), seconds
+        host = HostOutputs.read(_flat(self._counts, outputs.counts)[:lanes], signals, outputs)
+        if outputs.features is not None and outputs.drafted is not None:
+            host.draft.features = _flat(self._recorded["features"], outputs.features)[:lanes].clone()
+            host.draft.tokens = _flat(self._recorded["drafted"], outputs.drafted)[:lanes].clone()
+        return host, seconds
 
 
 class OutputRing:

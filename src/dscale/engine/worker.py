@@ -59,9 +59,7 @@ class Decoded:
 
     def only(self, lanes: Sequence[int]) -> Decoded:
         """The same step as if only these lanes had taken part."""
-        index, draft = torch.tensor(list(lanes), dtype=torch.int64, device=self.draft.tokens.device), self.draft
-        known = Draft(draft.tokens[index], None if draft.survival is None else draft.survival[index])
-        known.top = None if draft.top is None else draft.top.select(index)
+        known = self.draft.select(torch.tensor(list(lanes), dtype=torch.int64, device=self.draft.tokens.device))
         tokens, accepted, slots = (
             [column[lane] for lane in lanes] for column in (self.tokens, self.accepted, self.slots)
         )

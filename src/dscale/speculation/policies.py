@@ -36,16 +36,23 @@ class Draft:
     """Drafted tokens [N, D] of every lane and, where a policy wants it, what is believed about them.
 
     survival q [N, D+1]: probability that at least j drafts are accepted. top: the head's best logits [N, D, …].
+    features float16 [N, F]: of blocks that are recorded (engine/recorder.py).
     """
 
     tokens: Tensor
     survival: Tensor | None = None
     top: TopLogits | None = None
+    features: Tensor | None = None
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> Draft:
         """Nothing drafted for `count` lanes."""
         return cls(torch.zeros(count, 0, dtype=torch.int64, device=device))
+
+    def select(self, lanes: Tensor) -> Draft:
+        """The same of these lanes, int64."""
+        survival, features = (None if one is None else one[lanes] for one in (self.survival, self.features))
+        return Draft(self.tokens[lanes], survival, None if self.top is None else self.top.select(lanes), features)
 
 
 @dataclass
