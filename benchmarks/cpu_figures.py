@@ -50,7 +50,10 @@ def main() -> None:
     parser.add_argument("files", nargs="+", help="FILE or FILE=WORKLOAD")
     parser.add_argument("--limit", type=int, default=24, help="prompts of each file")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--context", type=int, default=1152, help="most tokens of a prompt and its answer")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--predictor", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lanes", default="8,32", help="requests that share a budget")
     parser.add_argument("--resamples", type=int, default=1000)
@@ -126,8 +129,8 @@ def acceptance(args: argparse.Namespace, workloads: list[Workload]) -> dict[str,
 def engine(args: argparse.Namespace, recorder: Recorder | None = None) -> LLM:
     """Four requests at a time; in bfloat16 as in float32 the CPU's rows do not depend on their neighbours."""
     return LLM(
-        args.model, policy="full", dtype=args.dtype, max_requests=4, max_model_len=1024 + args.max_tokens,
-        prefix_caching=False, recorder=recorder,
+        args.model, args.drafter, args.predictor, policy="full", dtype=args.dtype, max_requests=4,
+        max_model_len=args.context, prefix_caching=False, recorder=recorder,
     )  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def record_steps(args: argparse.Namespace, workloads: list[Workload]) -> tuple[T
     made: list[RequestTrace] = []
     recorder = Recorder(done=made.append)
     llm = engine(args, recorder)
-    require(isinstance(llm.predictor, str), f"{args.model}: no predictor ships with it")
+    require(isinstance(llm.predictor, str), f"{args.model}: no predictor ships with it; give --predictor")
     assert isinstance(llm.predictor, str)
     assert llm.drafter is not None
     bound = drafter_hash(llm.drafter)

@@ -7,17 +7,14 @@ comes out is a record as `dscale bench` writes it: one boot, every request a row
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from dscale.evaluate.bench_record import ArmInfo, BenchRecord, Run
 from dscale.evaluate.inprocess import InProcess
 from dscale.evaluate.load import Watcher
+from dscale.evaluate.machine import machine
 from dscale.evaluate.manifest import Manifest, Wanted, build_manifest
 from dscale.evaluate.workloads import Workload
 from dscale.versions import versions
@@ -33,9 +30,10 @@ def measure_speeds(args: argparse.Namespace, workloads: list[Workload]) -> dict[
     manifest = build_manifest(workloads, Wanted(most, WARMUP, args.max_tokens, seed=args.seed))
     runs: list[Run] = []
     arms: tuple[ArmInfo, ...] = ()
+    settings = {"model": args.model, "drafter": args.drafter, "policy": "full", "dtype": args.dtype}
     for level in levels:
         own = manifest.first(max(FEWEST, PER_LANE * level))
-        serving = InProcess({"model": args.model, "policy": "full", "dtype": args.dtype}, own, level)
+        serving = InProcess(settings, own, level)
         arms = arms_of(serving, args.max_width)
         for policy in (arm.policy for arm in arms):
             switch(serving, policy)
@@ -73,8 +71,3 @@ def timed(serving: InProcess, manifest: Manifest, arm: ArmInfo, level: int, numb
     run = Run(arm.name, level, 0, number, order, measured.window_s, measured.rows, counters=counters)
     print(f"c={level} {arm.name:9} {run.tokens_per_s:7.1f} tokens/s", file=sys.stderr, flush=True)
     return replace(run, counters={name: value for name, value in counters.items() if name != "shapes"})
-
-
-def machine() -> dict[str, Any]:
-    """What it was measured on."""
-    return {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}

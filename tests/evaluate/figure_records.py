@@ -18,7 +18,7 @@ def figures(simulated: bool = False) -> dict[str, Any]:
     steps += [[1, 2, 0, 0, 0.5, 2.0, 0.3], [1, 2, 1, 1, 2.0, 0.9, 0.8], [1, 3, 0, 3, 4.0, 0.2, 2.5]]
     spans = {"mean_gap": [0.91, 0.8, 0.95], "mean_entropy": [-0.88, -0.93, -0.7], "expected": [0.97, 0.9, 0.99]}
     arms: list[dict[str, Any]] = [_kept("raw", None, 2.4, 0.71)]
-    for slots in (2, 3, 4, 8):
+    for slots in (2, 3, 4):
         arms += [_kept(arm, slots, slots, kept + 0.05 * slots) for arm, kept in KEPT.items()]
     policies = {str(w): [[0, 0, 12, 14 - 2 * w], [1, 1, 12, 18 - 2 * w]] for w in (2, 3, 4)}
     counts = {"a": [0, 1, 1, 1], "b": [1, 1, 0, 1], "all": [1, 2, 1, 2]}

@@ -129,7 +129,8 @@ def test_figure_experiments(tmp_path: Path) -> None:
     assert "Means: a 3.00, b 2.33, all 2.67. 33.3% of all steps give all 4." in text
     assert "| 2 | 1.20 | 0.86 | 1.00 |" in text  # widths: 12/10, 12/14, 24/24
     assert "| all | 0.91 (0.80 … 0.95) | -0.88 (-0.93 … -0.70) | 0.97 (0.90 … 0.99) |" in text
-    assert "| 8 | 2 | 71.0% (67.0 … 74.0) | 40.0% (36.0 … 43.0) | 52.0%" in text
+    assert "| 8 | 2.40 | 71.0% (67.0 … 74.0) | – | – | – | – |" in text
+    assert "| 8 | 4 | – | 50.0% (46.0 … 53.0) | 62.0%" in text
     assert "simulated" not in text
 
 

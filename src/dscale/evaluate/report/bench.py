@@ -193,7 +193,7 @@ def by_concurrency(bench: Bench) -> Figure | None:
     panels = [panel(at_concurrencies(draw_lines(lines, zero=True), levels), "Throughput", axis, "tokens/s", simulated)]
     if gains:
         draw = at_concurrencies(draw_lines(gains, bars=True), levels, even=True)
-        panels.append(panel(draw, "Gain over the baseline, 95% intervals", axis, "%", simulated))
+        panels.append(panel(draw, "Gain over the baseline", axis, "%", simulated))
     return Figure(
         "Throughput and gain by concurrency",
         _told(bench, lines),

@@ -8,12 +8,12 @@ import numpy as np
 
 from dscale.evaluate.policy_record import ALL
 from dscale.evaluate.report.blocks import Block, Figure, Section, Table, Text, number, percent, spanned
-from dscale.evaluate.report.figures import Line, draw_lines, draw_signal, draw_steps, panel
+from dscale.evaluate.report.figures import Line, at_whole, draw_lines, draw_signal, draw_steps, panel
 
 Record = dict[str, Any]
 SIGNALS = {
     "mean_gap": "mean gap of the best two logits",
-    "mean_entropy": "mean entropy, nats",
+    "mean_entropy": "mean entropy (nats)",
     "expected": "predicted accepted drafts",
 }
 ARMS = {"fixed": "fixed width", "seeded": "seeded allocation", "exact": "exact allocation", "oracle": "oracle"}
@@ -93,7 +93,7 @@ def widths(record: Record) -> Figure:
         "Tokens a step by fixed width",
         f"Every prompt served again at each width, the anchor included; width {at[-1]} gives {gain:.0%} more tokens a "
         f"step than width {at[0]}. It does not depend on how many requests run side by side.",
-        (panel(draw_lines(lines), "Progress by width", "width", "tokens a step", record["simulated"]),),
+        (panel(at_whole(draw_lines(lines)), "Progress by width", "width", "tokens a step", record["simulated"]),),
         tuple((line.label, line.style) for line in lines),
         Table("Tokens a step by width", ("width", *means), tuple(rows)),
         simulated=record["simulated"],
@@ -144,8 +144,8 @@ def retention(record: Record) -> list[Block]:
         raw = next(arm for arm in own if arm["arm"] == "raw")
         panels.append(panel(_retained(own, raw), f"{count} requests share a budget", "rows verified a request",
                             "% of accepted drafts kept", record["simulated"]))  # fmt: skip
-        for slots in _budgets(raw, own, record["width"]):
-            rows.append(_kept_row(count, slots, own))
+        rows.append((str(count), number(raw["used"]), _kept(raw), *["–"] * len(ARMS)))
+        rows += [_kept_row(count, slots, own) for slots in _budgets(own, record["width"])]
     places = {name: place for place, name in enumerate(ARMS)}
     figure = Figure(
         "Accepted drafts kept by rows verified",
@@ -154,7 +154,7 @@ def retention(record: Record) -> list[Block]:
         tuple(panels),
         (*((label, places[arm]) for arm, label in ARMS.items()), (RAW, RAW_STYLE)),
         Table(
-            "Accepted drafts kept, 95% intervals over prompts", ("requests", "budget", RAW, *ARMS.values()), tuple(rows)
+            "Accepted drafts kept, 95% intervals over prompts", ("requests", "rows", RAW, *ARMS.values()), tuple(rows)
         ),
         simulated=record["simulated"],
     )
@@ -172,17 +172,14 @@ def _retained(own: list[Record], raw: Record) -> Any:
     return draw_lines(lines)
 
 
-def _budgets(raw: Record, own: list[Record], width: int) -> list[int]:
+def _budgets(own: list[Record], width: int) -> list[int]:
     known = {one["slots"] for one in own if one["slots"] is not None}
-    wanted = {round(raw["used"]), 4, 6, 8, 12, width}
-    return sorted(wanted & known)
+    return sorted({3, 4, 6, 8, 12, width} & known)
 
 
 def _kept_row(lanes: int, slots: int, own: list[Record]) -> tuple[str, ...]:
     arms = {one["arm"]: one for one in own if one["slots"] == slots}
-    raw = next(one for one in own if one["arm"] == "raw")
-    first = _kept(raw) if slots == round(raw["used"]) else "–"
-    return (str(lanes), str(slots), first, *(_kept(arms[arm]) for arm in ARMS))
+    return (str(lanes), str(slots), "–", *(_kept(arms[arm]) for arm in ARMS))
 
 
 def _kept(arm: Record, scope: str = ALL) -> str:
@@ -190,12 +187,12 @@ def _kept(arm: Record, scope: str = ALL) -> str:
 
 
 def by_workload(record: Record) -> Table:
-    """Raw windows, and allocation and a fixed width of eight rows, by workload."""
-    rows = []
+    """Raw windows, and allocation and a fixed width of eight rows (or the whole block), by workload."""
+    rows, slots = [], min(8, record["width"])
     for lanes in dict.fromkeys(arm["lanes"] for arm in record["retention"]):
         own = {(a["arm"], a["slots"]): a for a in record["retention"] if a["lanes"] == lanes}
-        shown = [("raw", None), ("exact", 8), ("fixed", 8), ("oracle", 8)]
+        shown = [("raw", None), ("exact", slots), ("fixed", slots), ("oracle", slots)]
         for scope in [*names_of(record), ALL]:
             rows.append((scope, str(lanes), *(_kept(own[cell], scope) for cell in shown)))
-    columns = ("workload", "requests", RAW, "exact, 8 rows", "fixed width 8", "oracle, 8 rows")
+    columns = ("workload", "requests", RAW, f"exact, {slots} rows", f"fixed width {slots}", f"oracle, {slots} rows")
     return Table("Accepted drafts kept by workload, before and after allocation", columns, tuple(rows))

@@ -70,7 +70,7 @@ def panel(draw: Callable[[Any], None], title: str, x: str, y: str, simulated: bo
         axes.set(xlabel=x, ylabel=y)
         axes.set_title(title, fontsize=9.5, loc="left", color=INK)
         if simulated:
-            axes.text(0.99, 0.98, SIMULATED, transform=axes.transAxes, ha="right", va="top", fontsize=8, style="italic")
+            axes.set_title(SIMULATED, fontsize=8, loc="right", style="italic", color=INK)
         draw(axes)
         data = io.BytesIO()
         figure.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
@@ -116,9 +116,21 @@ def draw_lines(lines: Sequence[Line], bars: bool = False, zero: bool = False) ->
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour(line.style), alpha=0.15, linewidth=0)
         if zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(bottom=0, top=1.06 * axes.get_ylim()[1])
 
     return draw
+
+
+def at_whole(draw: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same with ticks at whole numbers only."""
+
+    def drawn(axes: Any) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        draw(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    return drawn
 
 
 def at_concurrencies(draw: Callable[[Any], None], levels: Sequence[int], even: bool = False) -> Callable[[Any], None]:

@@ -10,7 +10,7 @@ import numpy as np
 from dscale.evaluate.bench_record import ArmInfo, RequestRow, Run
 from dscale.evaluate.report.bench import Bench
 from dscale.evaluate.report.blocks import Block, Figure, Section, Table, number
-from dscale.evaluate.report.figures import Line, draw_bars, draw_lines, draw_steps, panel
+from dscale.evaluate.report.figures import Line, at_whole, draw_bars, draw_lines, draw_steps, panel
 from dscale.evaluate.statistics import Spread, latency_summary, phrase
 
 FEWEST_WIDTHS = 3
@@ -98,7 +98,9 @@ def _by_width(bench: Bench, engine: str, arms: dict[int, ArmInfo]) -> list[Block
         line = Line(engine, [width for width, _ in ran], speeds, number_of)
         best.append(f"{ran[int(np.argmax(speeds))][0]} at c = {level}")
         title = f"{level} request{'s' * (level != 1)} at a time"
-        panels.append(panel(draw_lines([line], zero=True), title, "width", "tokens/s", bench.record.simulated))
+        panels.append(
+            panel(at_whole(draw_lines([line], zero=True)), title, "width", "tokens/s", bench.record.simulated)
+        )
         for (width, name), speed in zip(ran, speeds, strict=True):
             found = bench.compare(name, level, whole) if name != whole else None
             change = phrase(found) if found is not None else "–"
@@ -158,7 +160,7 @@ def step_shares(bench: Bench, arm: str) -> list[float] | None:
         reached[0] += one["drafts"]
         reached[1 : 1 + len(one["accepted_by_position"])] += one["accepted_by_position"]
     shares = -np.diff(reached) / reached[0]
-    return [float(one) for one in shares] if (shares >= -1e-9).all() else None
+    return [max(0.0, float(one)) for one in shares] if (shares >= -1e-9).all() else None
 
 
 def request_means(bench: Bench, arm: str) -> list[float]:
