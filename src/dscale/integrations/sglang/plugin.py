@@ -31,11 +31,13 @@ def register() -> None:
     check_version()
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.server_args import add_attention_backend_choices
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
 
-    if "dscale" not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices(["dscale"])
+    if get_spec(ALGORITHM) is not None:  # two installations of the plug-in
+        return
+    add_attention_backend_choices(["dscale"])
     register_attention_backend("dscale")(_attention)
     algorithm = SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=_algorithm_class())
     algorithm(_worker)

@@ -1,6 +1,6 @@
 """The decode step of decode_step.py on SGLang's objects.
 
-SGLang's DFLASH worker owns models, caches, prompts and what passes from step to step; this one replaces its decode step:
+SGLang's DFLASH worker owns models, caches, prompts and what passes between steps; this one replaces its decode step:
 
     anchors ─► drafter ─► q ─► k ─► pack ─► target ─► accept ─► draft keys of the verified rows
     (N,)       (N, W)                (M,)    (M, V)    (N,)      (M,)
