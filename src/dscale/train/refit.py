@@ -23,6 +23,7 @@ from dscale.speculation.predictor import Predictor, survival
 from dscale.train.network import forward
 from dscale.train.predictor import (
     FitConfig,
+    Fitted,
     columns_of,
     examples_of,
     fit_network,
@@ -34,6 +35,7 @@ from dscale.train.quality import Outcomes, length_scores
 from dscale.train.traces import Traces
 
 MIN_PROMPTS = 16  # different ones, so that a holdout's score says something
+GAIN = 1e-4  # of log-loss, in nats a position, below which nothing was gained
 SCORES = ("log_loss", "r2", "ece")
 
 
@@ -41,7 +43,8 @@ SCORES = ("log_loss", "r2", "ece")
 class RefitJob:
     """Records, and what serves now: a predictor (on the CPU), confidence [W+1] float32, each None where there is none.
 
-    A fit starts from the predictor in force and has its features, head and size.
+    Fits have the features, head and size of the predictor in force. One starts from it, one anew, for it may be far
+    off; the validation prompts choose.
     """
 
     traces: Traces
@@ -63,7 +66,7 @@ class Verdict:
     def between(cls, old: Tensor, new: Tensor, held: Outcomes, weights: dict[str, Tensor]) -> Verdict:
         """Compare survival [N, W] before and after on the holdout's records."""
         was, now = (_scores(q, held) for q in (old, new))
-        better = math.isfinite(now["log_loss"]) and not now["log_loss"] >= was["log_loss"]
+        better = math.isfinite(now["log_loss"]) and not now["log_loss"] > was["log_loss"] - GAIN
         return cls(was, now, weights if better else None)
 
 
@@ -96,11 +99,16 @@ def _predictor(job: RefitJob, old: Predictor, splits: dict[str, np.ndarray], hel
     fit = replace(
         job.fit, features=config.features, head=config.head, hidden_units=config.hidden_units, members=1, batch=batch
     )
-    fitted = fit_network(traces, fit, start=network_of(old))
     columns = columns_of(traces.width, traces.groups, config.features)
-    features = examples_of(traces, splits["holdout"], columns, None, "cpu").features
-    before, after = (survival(z, config.head) for z in (forward(old, features), fitted.z))
-    weights = dict(predictor_of(fitted.network, config).state_dict())
+    checked, rest = (examples_of(traces, splits[name], columns, None, "cpu") for name in ("validation", "holdout"))
+
+    def loss(fitted: Fitted) -> float:
+        found = float(checked.loss(forward(fitted.network, checked.features), config.head))
+        return found if math.isfinite(found) else math.inf
+
+    best = min((fit_network(traces, fit, start=start) for start in (network_of(old), None)), key=loss)
+    before, after = (survival(z, config.head) for z in (forward(old, rest.features), best.z))
+    weights = dict(predictor_of(best.network, config).state_dict())
     return Verdict.between(before, after, held, weights)
 
 
