@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_real.py --prompts gsm8k.jsonl,mt-bench.jsonl --seconds 560 --out gpu_real.json
     python benchmarks/gpu_real.py --parts a,b --count 20 --out exact.json
-    python benchmarks/gpu_real.py --model random:tiny --device cpu --count 4 --concurrency 1,2 --window 0.3     in miniature
+    python benchmarks/gpu_real.py --model random:tiny --device cpu --count 4 --concurrency 1,2 --window 0.3
 
 a  float32: the texts of every policy against this machine's CPU (`off`, greedy, in a child process that sees no GPU,
    while part b runs). Where two texts part, the margin between the CPU's two best logits there, in nats, is recorded.
