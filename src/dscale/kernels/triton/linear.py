@@ -79,10 +79,10 @@ def _part(
 @triton.jit(do_not_specialize=["rows"])
 def _products(
     x, weight, bias, out, rows, columns, depth, part_depth, x_row, weight_row,
-    BIAS: tl.constexpr, PARTS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, WHOLE: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """APART: program (tile, part) stores its part to out [PARTS, rows, columns] float32; else out is y."""
+    """APART: program (tile, part) stores its part to out [parts, rows, columns] float32. WHOLE: there is one part."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0)
     first = tile // (BAND * column_tiles) * BAND
@@ -102,7 +102,7 @@ def _products(
         total = _part(total, x_at, weight_at, live, begin, tl.minimum(begin + part_depth, depth), depth, EVEN, DEPTH)
         tl.store(out + part.to(tl.int64) * rows * columns + at, total, mask=inside)
     else:
-        if PARTS == 1:
+        if WHOLE:
             total = _part(total, x_at, weight_at, live, 0, depth, depth, EVEN, DEPTH)
         else:
             for begin in range(0, depth, part_depth):
@@ -151,7 +151,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int
     given = x if bias is None else bias
     _products[(tiles, parts if apart else 1)](
         x, weight, given, made, rows, columns, depth, part_depth, x.stride(0), weight.stride(0),
-        BIAS=bias is not None, PARTS=parts, APART=apart, EVEN=depth % tile.depth == 0, ROWS=tile.rows,
+        BIAS=bias is not None, WHOLE=parts == 1, APART=apart, EVEN=depth % tile.depth == 0, ROWS=tile.rows,
         COLUMNS=tile.columns, DEPTH=tile.depth, BAND=BAND, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if apart:
