@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dscale.layers.linear import Linear, deterministic_twin
+from tests.kernels.exact import exact_products  # noqa: F401  (a fixture)
 from tests.kernels.test_attention_triton import DEVICE, HALF
 
 pytest.importorskip("triton", reason="the triton package is not installed")
@@ -19,22 +20,6 @@ from dscale.kernels.triton import linear as fast
 def no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's matrix product, as a chip makes it: one element after another, whatever lies around it."""
-    if DEVICE.type == "cuda":
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(total.dtype) * b.data[None, k, :].astype(total.dtype)
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def tensors(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
