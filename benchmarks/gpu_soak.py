@@ -43,6 +43,7 @@ from dscale.models.shapes import is_shape
 POLICIES = "auto,dvl,full,off,confidence,dvl:seeded,fixed:4,dspark"
 TURNS = 3
 CHECK_EVERY = 1000  # steps
+STUCK = 2000  # turns of the engine without a decode step
 ALLOCATED_GROWTH = 8 << 20  # bytes by which a policy's turn may exceed the one before it
 RSS_GROWTH = 256 << 20  # bytes from the second turn to the last: arenas of the allocator fill slowly
 
@@ -69,6 +70,7 @@ class Soak:
     kept: list[Request] = field(default_factory=list)  # finished, to be made again
     prompts: list[list[int]] = field(default_factory=list)
     steps: int = 0
+    idle: int = 0  # turns of the engine since the last decode step
 
     @property
     def vocabulary(self) -> int:
@@ -125,14 +127,22 @@ class Soak:
                 self.wrong(f"{request.id}: aborted, yet {request.finish_reason} with {len(request.pages)} pages")
 
     def step(self) -> None:
-        """Arrivals, aborts, one step of the engine, and a look at what ended."""
+        """Arrivals, aborts, one step of the engine."""
         self.arrive()
         self.leave()
+        self.advance()
+
+    def advance(self) -> None:
+        """One step of the engine, and a look at what ended; RuntimeError where nothing moves any more."""
         before = self.llm.engine.counters.steps
         for request in self.llm.engine.step():
             if request.status is Status.FINISHED and self.live.pop(request.id, None) is not None:
                 self.ended(request)
-        self.steps += self.llm.engine.counters.steps - before
+        done = self.llm.engine.counters.steps - before
+        self.steps, self.idle = self.steps + done, 0 if done or not self.llm.engine.busy else self.idle + 1
+        if self.idle > STUCK:
+            self.check()
+            raise RuntimeError(f"stuck: {len(self.live)} requests and no decode step in {STUCK} turns")
 
     def ended(self, request: Request) -> None:
         """Does the reason fit the tokens?"""
@@ -186,9 +196,7 @@ class Soak:
     def drain(self) -> None:
         """Let everything end; then nothing is held."""
         while self.llm.engine.busy:
-            for request in self.llm.engine.step():
-                if request.status is Status.FINISHED and self.live.pop(request.id, None) is not None:
-                    self.ended(request)
+            self.advance()
         self.check()
         pool = self.llm.engine.scheduler.pool
         pool.clear_cached()
