@@ -119,7 +119,7 @@ def start_reference(args: argparse.Namespace, folder: str) -> tuple[subprocess.P
     out = Path(folder) / "reference.json"
     given = [value for value in sys.argv[1:] if value] if args.given is None else args.given
     command = [sys.executable, __file__, *given, "--device", "cpu", "--reference-to", str(out)]
-    threads = str(max((os.cpu_count() or 2) - 2, 1))
+    threads = str(min(max((os.cpu_count() or 2) - 2, 1), 16))
     environment = {"OMP_NUM_THREADS": threads} | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, env=environment), out
 
