@@ -184,8 +184,9 @@ class EngineConfig:
 
     graphs: on a GPU, decode steps are captured as CUDA graphs and replayed. lag: steps that may run before the tokens
     of the one before are read: 1 keeps a GPU busy, 0 reads each step at once; None is 1 on a GPU and 0 on a CPU.
-    On a GPU: attention_layout of verification and draft blocks, and deterministic attention, as of
-    kernels.attention.AttentionOptions.
+    On a GPU: attention_layout of verification and draft blocks as of kernels.attention.AttentionOptions; deterministic:
+    the bits of a target's row depend on its own tokens alone, so that text in bfloat16 too is the same with any policy,
+    batch, preemption and prefix hit.
     """
 
     dtype: str = "auto"

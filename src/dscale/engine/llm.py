@@ -35,8 +35,9 @@ from dscale.engine.recorder import Recorder, SeenPolicy
 from dscale.engine.request import Request, Status
 from dscale.engine.scheduler import Scheduler
 from dscale.engine.worker import Worker
-from dscale.kernels import native
+from dscale.kernels import native, triton
 from dscale.kernels.attention import AttentionOptions
+from dscale.layers.linear import deterministic_twin
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
@@ -88,6 +89,8 @@ class LLM:
         device = resolve_device(self.config.device)
         self.dtype = default_dtype(device) if self.config.dtype == "auto" else resolve_dtype(self.config.dtype)
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
+        if self.config.deterministic and device != "cpu":
+            self.loaded = _deterministic(self.loaded)
         self.drafter = self._load_drafter(drafter, device)
         self.predictor = self._find_predictor(predictor)
         self._predictor = self.predictor if isinstance(self.predictor, Predictor) else None
@@ -359,6 +362,19 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 4 << 30
+
+
+def _deterministic(loaded: LoadedTarget) -> LoadedTarget:
+    """The target with rows that depend on nothing but themselves. The drafter may stay as it is: it only proposes."""
+    size = loaded.config.decoder.head_dim
+    with torch.inference_mode():
+        fast = triton.usable(loaded.model.embedding)
+    require(fast, "deterministic: needs the Triton kernels on a GPU; install triton and leave DSCALE_TRITON alone")
+    require(
+        16 <= size <= 256 and size & (size - 1) == 0,
+        f"deterministic: heads of {size} are not served; allowed are powers of two from 16 to 256",
+    )
+    return replace(loaded, model=deterministic_twin(loaded.model))
 
 
 def pack_weights(target: Target, drafter: Drafter | None) -> None:
