@@ -185,7 +185,7 @@ def _go(plan: Plan, manifest: Manifest, out: Path | None, token: str | None) -> 
 
 
 def _tell(record: BenchRecord, out: Path | None, json: bool) -> None:
-    """Throughput, or what failed; exit code 1 then."""
+    """Throughput, or what failed; exit code 1 then. Arms that could not be measured were told of already."""
     from rich.console import Console
 
     from dscale.cli.bench_view import print_failures, to_table
@@ -201,8 +201,6 @@ def _tell(record: BenchRecord, out: Path | None, json: bool) -> None:
             print(json_text.dumps({"failed": told, "notes": record.notes, "out": str(out) if out else None}))
         if failed:
             print_failures(failed)
-        for note in lost:
-            sys.stderr.write(f"dscale bench: {note}\n")
         raise typer.Exit(1)
     found = cells(record)
     if json:

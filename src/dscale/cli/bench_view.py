@@ -65,7 +65,7 @@ class LiveView(View):
 
     def told(self, note: str) -> None:
         """One line that stays."""
-        errors.print(f"note: {note}", highlight=False, markup=False)
+        errors.print(f"dscale bench: {note}", highlight=False, markup=False, soft_wrap=True)
 
     def _show(self, text: str) -> None:
         if self._live is not None:
@@ -74,13 +74,14 @@ class LiveView(View):
 
 def to_table(found: list[Cell]) -> Table:
     """One row for each arm and concurrency; with several runs, the lowest and the highest beside their mean."""
-    table = Table(title="output tokens per second, and seconds of a request", title_justify="left", box=SIMPLE)
+    table = Table(title="output tokens per second, and seconds of a request", title_justify="left", box=SIMPLE,
+                  pad_edge=False)  # fmt: skip
     table.add_column("arm", no_wrap=True)
     several = any(cell.runs > 1 for cell in found)
     names = ("c", "tokens/s", *(("runs",) if several else ()), "p50", "p95", "p99", "first", "tokens a step",
              "rows a step", "ms a step")  # fmt: skip
     for name in names:
-        table.add_column(name, justify="right", min_width=5)
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for cell in found:
         runs = (f"{cell.spread[0]:.1f}…{cell.spread[1]:.1f}",) if several else ()
         table.add_row(

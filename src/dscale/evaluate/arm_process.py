@@ -47,6 +47,9 @@ class Served(Protocol):
     def run(self, concurrency: int, rate: float | None, seed: int, watcher: Watcher) -> tuple[Measured, dict[str, Any]]:
         """Answer the manifest's requests; rows, and differences of counters. ArmGone when it ended meanwhile."""
 
+    def alive(self) -> bool:
+        """Whether it would answer another request."""
+
     def close(self) -> None:
         """Stop what was started for it."""
 
@@ -164,6 +167,13 @@ class ServedByServer:
                 found = await scrape(client)
         return found
 
+    def alive(self) -> bool:
+        """Whether it still answers."""
+        if self.process is not None and self.process.process.poll() is not None:
+            return False
+        with httpx.Client(base_url=self.server.base_url, timeout=10.0, trust_env=False) as client:
+            return _answers(client, "/health") or _answers(client, "/v1/models")
+
     def close(self) -> None:
         """Stop the process that was started for it."""
         if self.process is not None:
@@ -239,6 +249,10 @@ class ServedByChild:
             require("bad_input" not in found, str(found.get("bad_input")))
             return found
         raise ArmGone(f"its process ended with code {self.process.wait()}; its log: {self.log}")
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self.process.poll() is None
 
     def close(self) -> None:
         """Let the process end."""

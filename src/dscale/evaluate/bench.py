@@ -15,7 +15,7 @@ from dscale.config import require
 from dscale.evaluate.arm_process import ArmGone, Served
 from dscale.evaluate.arm_start import Starter
 from dscale.evaluate.bench_record import ArmInfo, BenchRecord, RequestRow, Run, read_record
-from dscale.evaluate.load import NOT_SENT, Watcher
+from dscale.evaluate.load import Watcher
 from dscale.evaluate.machine import machine
 from dscale.evaluate.manifest import Manifest, build_manifest, read_manifest
 from dscale.evaluate.plan import Arm, Plan, Process, Turn, blocked, turns
@@ -182,7 +182,7 @@ class Bench:
         try:
             measured, counters = served.run(turn.concurrency, plan.rate, plan.wanted.seed + turn.run, self.view)
             rows, window = measured.rows, measured.window_s
-            alive = not any((row.error or "").startswith(NOT_SENT) for row in rows)
+            alive = served.alive() if any(row.error for row in rows) else True
         except ArmGone as error:
             rows, window, alive = failed_rows(self.starter.manifest, str(error)), 0.0, False
         order = max((run.order for run in self.record.runs), default=-1) + 1
