@@ -7,6 +7,7 @@ import sys
 import typer
 
 from dscale.cli.bench import bench
+from dscale.cli.certify import certify
 from dscale.cli.chat import chat
 from dscale.cli.check import app as check
 from dscale.cli.corpus import corpus
@@ -16,6 +17,7 @@ from dscale.cli.fit import fit
 from dscale.cli.generate import generate
 from dscale.cli.inspect import inspect
 from dscale.cli.report import report
+from dscale.cli.reproduce import reproduce
 from dscale.cli.serve import serve
 from dscale.cli.trace import trace
 from dscale.cli.train import app as train
@@ -36,6 +38,8 @@ app.command()(chat)
 app.command()(inspect)
 app.command()(corpus)
 app.command()(fit)
+app.command()(certify)
+app.command()(reproduce)
 app.command()(report)
 app.command()(serve)
 app.command()(trace)
