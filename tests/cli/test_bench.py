@@ -86,8 +86,8 @@ def test_our_engine_in_a_process_of_its_own(dscale, folders, prompts, tmp_path) 
     assert off["progress"] == off["verified"] == 1
     assert full["verified"] == 6  # the drafter's width
     record = read_record(out)
-    assert [(arm.name, arm.policy, arm.autoregressive) for arm in record.arms] == [
-        ("off", "off", True), ("full", "full", False)
+    assert [(arm.name, arm.policy, arm.autoregressive, arm.baseline) for arm in record.arms] == [
+        ("off", "off", True, True), ("full", "full", False, False)
     ]  # fmt: skip
     same = [[(row.id, row.output_tokens) for row in run.rows] for run in record.runs]
     assert same[0] == same[1]  # speculation does not change greedy answers

@@ -89,17 +89,18 @@ def bench(
 def _plan_of(
     base_url: list[str] | None, model: str | None, policy: str | None, tokenizer: str | None, engine: dict[str, Any]
 ) -> Plan:
-    """A plan whose arms are the addresses, or one engine in process for each policy."""
+    """A plan whose arms are the addresses, or one engine in process for each policy; the first is the baseline."""
     from dscale.evaluate.plan import Arm, Plan
 
     if base_url:
         require(policy is None, "--policy: is for our engine in process; a server has its own")
-        arms = tuple(_address(one, model, tokenizer) for one in base_url)
-        return Plan(arms)
+        arms = [_address(one, model, tokenizer) for one in base_url]
+        return Plan((replace(arms[0], baseline=len(arms) > 1), *arms[1:]))
     require(model is not None, "nothing to measure: give --base-url ADDRESS, --model MODEL, or --plan FILE")
     chosen = {key: value for key, value in engine.items() if value is not None}
     made = [(name, {"model": model, "policy": name} | chosen) for name in (policy or "auto").split(",")]
-    return Plan(tuple(Arm(name, settings=settings) for name, settings in made), together=len(made) > 1)
+    arms = [Arm(name, settings=settings) for name, settings in made]
+    return Plan((replace(arms[0], baseline=len(arms) > 1), *arms[1:]), together=len(made) > 1)
 
 
 def _address(given: str, model: str | None, tokenizer: str | None) -> Arm:
