@@ -6,16 +6,20 @@ dscale serve smollm2-135m --port 8000
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from dscale.config import InputError
+from dscale.config import InputError, require
 
 if TYPE_CHECKING:
     import asyncio
+
+
+NO_SETTINGS = ("config", "check", "engine", "tp", "engine_arg")  # of the command alone
 
 
 def serve(
@@ -67,6 +71,9 @@ def serve(
     refit_min_records: Annotated[int | None, typer.Option(help="New records that a refit waits for (2000).")] = None,
     refit_keep: Annotated[int | None, typer.Option(help="Most records in memory (50000).")] = None,
     refit_dir: Annotated[str | None, typer.Option(help="Folder that keeps the last accepted predictor.")] = None,
+    engine: Annotated[str, typer.Option(help="dscale, or sglang: SGLang with this project's plug-in.")] = "dscale",
+    tp: Annotated[int, typer.Option(help="GPUs that share the model; sglang only.")] = 1,
+    engine_arg: Annotated[list[str] | None, typer.Option(help="Passed on to SGLang as it is; repeatable.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of these flags.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Say whether the server would start, and exit.")] = False,
 ) -> None:
@@ -76,13 +83,15 @@ def serve(
 
     Example: dscale serve smollm2-135m --port 8000
     """
-    flags = {name: value for name, value in locals().items() if name not in ("config", "check")}
+    given = {name: value for name, value in locals().items() if name not in NO_SETTINGS}
+    flags = {name: value or None if isinstance(value, list) else value for name, value in given.items()}
+    if engine != "dscale":
+        _run_sglang(engine, flags, tp, engine_arg or [], config, check)
+    require(tp == 1 and not engine_arg, "--tp, --engine-arg: only --engine sglang has them")
     _need_packages()
     from dscale.serve.settings import resolve_settings
 
-    settings = resolve_settings(
-        {name: value or None if isinstance(value, list) else value for name, value in flags.items()}, file=config
-    )
+    settings = resolve_settings(flags, file=config)
     if check:
         from dscale.serve.check import check_settings
         from dscale.serve.run import bind
@@ -92,6 +101,23 @@ def serve(
         print(json.dumps(record))
         return
     _run(settings)
+
+
+def _run_sglang(
+    engine: str, flags: dict[str, object], tp: int, extra: list[str], config: Path | None, check: bool
+) -> NoReturn:
+    """Start SGLang with the plug-in; with check only say how."""
+    require(engine == "sglang", f"--engine: {engine!r} is not known; allowed are dscale, sglang")
+    from dscale.integrations.sglang import launch
+
+    if config is not None:
+        os.environ["DSCALE_CONFIG"] = str(config)
+    planned = launch.plan(flags, tp, extra)
+    launch.check_installed()
+    if check:
+        print(json.dumps({"command": planned.command, "environment": planned.variables}))
+        raise typer.Exit(0)
+    raise typer.Exit(launch.run(planned))
 
 
 def _run(settings: object) -> None:

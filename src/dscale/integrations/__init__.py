@@ -1,1 +1,1 @@
-"""The method on other engines. Nothing of DScale imports this package."""
+"""The method on other engines. Nothing of DScale imports this package but the command that starts them."""

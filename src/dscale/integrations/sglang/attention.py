@@ -52,7 +52,7 @@ class DScaleAttention(AttentionBackend):
         mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
         lanes = forward_batch.req_pool_indices
         if mode.is_target_verify():
-            starts = self._verify_starts(forward_batch.spec_info, lanes.shape[0])
+            starts = self._verify_starts(forward_batch)
             self.batch = self._ragged(starts, lengths, lanes, self.width)
         elif mode.is_decode_or_idle():
             starts = torch.arange(lanes.shape[0] + 1, device=self.device)
@@ -65,9 +65,15 @@ class DScaleAttention(AttentionBackend):
             most = max(forward_batch.extend_seq_lens_cpu or [int(counts.max())])
             self.batch = self._ragged(starts, forward_batch.extend_prefix_lens, lanes, most, "prefill")
 
-    def _verify_starts(self, spec_info: Any, lanes: int) -> Tensor:
-        starts = getattr(spec_info, "starts", None)
-        return torch.arange(lanes + 1, device=self.device) * self.width if starts is None else starts
+    def _verify_starts(self, forward_batch: Any) -> Tensor:
+        """Of a ragged pass, or as many rows for each request: draft blocks, and passes that SGLang makes up."""
+        starts: Tensor | None = getattr(forward_batch.spec_info, "starts", None)
+        if starts is not None:
+            return starts
+        lanes = forward_batch.batch_size
+        each = forward_batch.input_ids.shape[0] // max(lanes, 1)
+        require(each <= self.width, f"attention backend dscale: {each} rows a request, at most {self.width} were told")
+        return torch.arange(lanes + 1, device=self.device) * each
 
     def _ragged(self, starts: Tensor, contexts: Tensor, lanes: Tensor, most: int, path: Path = "auto") -> RaggedBatch:
         contexts = contexts.long()
@@ -88,7 +94,7 @@ class DScaleAttention(AttentionBackend):
         """Fill that memory; in capture also say how the captured rows lie."""
         lanes, mode = forward_batch.batch_size, forward_batch.forward_mode
         if mode.is_target_verify():
-            starts, most, back = self._verify_starts(forward_batch.spec_info, lanes), self.width, 0
+            starts, most, back = self._verify_starts(forward_batch), self.width, 0
         elif mode.is_decode_or_idle():
             starts, most, back = torch.arange(lanes + 1, device=self.device), 1, 1
         else:

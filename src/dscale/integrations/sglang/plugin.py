@@ -61,7 +61,7 @@ def _refuse(error: str | None, request: Any, *_: Any) -> str | None:
     """A message for requests that cannot be served losslessly."""
     from dscale.integrations.sglang.verify import refusal
 
-    return error or (refusal(request.sampling_params) if _is_served() else None)
+    return error or (refusal(request) if _is_served() else None)
 
 
 def _no_hidden(needed: bool, server_args: ServerArgs | None = None) -> bool:

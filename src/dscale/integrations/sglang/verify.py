@@ -33,6 +33,8 @@ class Requests:
         self.vocab, self.device = vocab, device
         self._key: tuple[str, ...] = ()
         self.seeds = torch.zeros(0, dtype=torch.int64)
+        self._first: list[bool] = []
+        self._initial = torch.zeros(0, dtype=torch.bool)
 
     def update(self, batch: Any) -> None:
         """For the requests of a ScheduleBatch."""
@@ -46,7 +48,9 @@ class Requests:
     def initial(self, batch: Any) -> Tensor:
         """Requests in their first step after the prompt, bool [N] (the host's view, which may lag a step behind)."""
         first = [len(request.output_ids) <= 1 for request in batch.reqs]
-        return torch.tensor(first).to(self.device, non_blocking=True)
+        if first != self._first:  # seldom: a copy to the device is not free
+            self._first, self._initial = first, torch.tensor(first).to(self.device, non_blocking=True)
+        return self._initial
 
     def params(self, sampling: Any, packed: Packed, rows: PackedRows) -> RowParams:
         """How the rows are sampled. SGLang says greedy by top_k = 1 and no top_k by a number beyond any vocabulary."""
@@ -64,9 +68,11 @@ def seed_of(request: Any) -> int:
     return int(given) if given is not None else zlib.crc32(str(request.rid).encode())
 
 
-def refusal(params: Any) -> str | None:
+def refusal(request: Any) -> str | None:
     """Why a request cannot be served: what may be drawn must not depend on drafts that are not accepted yet."""
+    params = request.sampling_params
     named = {
+        "custom_logit_processor": bool(getattr(request, "custom_logit_processor", None)),
         "frequency_penalty": params.frequency_penalty != 0.0,
         "presence_penalty": params.presence_penalty != 0.0,
         "repetition_penalty": params.repetition_penalty != 1.0,

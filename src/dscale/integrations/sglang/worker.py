@@ -25,12 +25,13 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
 import dscale
-from dscale.config import require
+from dscale.config import AnchorLayout, require
 from dscale.integrations.sglang import attention
 from dscale.integrations.sglang.counters import Counters
 from dscale.integrations.sglang.drafts import Drafts, Head
 from dscale.integrations.sglang.settings import Settings
 from dscale.integrations.sglang.verify import RaggedVerifyInput, Requests, choose
+from dscale.models.drafter_config import read_drafter_config
 from dscale.speculation.acceptance import accept
 from dscale.speculation.packing import Packed, PackedRows, pack_rows
 from dscale.speculation.policies import Draft
@@ -44,6 +45,7 @@ class DScaleWorker(DFlashWorkerV2):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.settings = Settings.read()
+        require_layout(self.draft_model_runner.model_config.hf_config.to_dict())
         target = self.model_runner
         group = get_tp_group()
         self.group = group if group.world_size > 1 else None
@@ -191,10 +193,18 @@ class DScaleWorker(DFlashWorkerV2):
         self.counters.add(num_correct_drafts_per_req)
 
 
+def require_layout(config: dict[str, Any]) -> None:
+    """InputError unless the drafter's slot 0 predicts nothing: SGLang's DFLASH would shift other drafters by one."""
+    layout = read_drafter_config(config, "drafter").config.layout
+    masked = layout is AnchorLayout.MASKED
+    require(masked, f"drafter: its layout is {layout.value}; on SGLang only {AnchorLayout.MASKED.value} is served")
+
+
 def _in_own_dtype(drafter: torch.nn.Module) -> Callable[..., Any]:
     """The drafter's forward. SGLang hands every eager model bfloat16 embeddings, a float32 one cannot take them; a
     wrapper keeps the signature, by which SGLang asks what a model takes."""
-    plain, dtype = drafter.forward, drafter.fc.weight.dtype
+    projection: Any = drafter.fc
+    plain, dtype = drafter.forward, projection.weight.dtype
 
     @functools.wraps(plain)
     def forward(*given: Any, **named: Any) -> Any:
