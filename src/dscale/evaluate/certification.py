@@ -16,7 +16,7 @@ from dscale.engine.llm import LLM
 from dscale.evaluate.certificate import Evidence, Text, decide, evidence_json, resolution
 from dscale.evaluate.certificate_record import Certificate, Scope
 from dscale.evaluate.continuations import Continuation, capture, mean_progress
-from dscale.evaluate.drafter_agreement import drafter_agreement
+from dscale.evaluate.drafter_agreement import Matches, drafter_agreement
 from dscale.evaluate.scoring import Scores, teacher_force
 
 
@@ -28,6 +28,7 @@ class Certifier:
 
     def __init__(self, llm: LLM, plain: LLM, prompts: Sequence[Sequence[int]], exact: bool) -> None:
         self.llm, self.plain, self.prompts, self.exact = llm, plain, prompts, exact
+        self._matches: Matches = {}
         self._texts: dict[SamplingParams, list[Continuation]] = {}
         self._replays: dict[tuple[Continuation, ...], tuple[list[Scores], list[Scores]]] = {}
 
@@ -37,7 +38,7 @@ class Certifier:
         given = capture(self.llm, self.prompts, params)
         evidence = gather(given, *self._replayed(given), teacher_force(self.llm, given, blocks=True))
         text = Text.of([one.tokens for one in given], [one.tokens for one in self._plain_texts(params)])
-        progress, agreement = mean_progress(given), drafter_agreement(self.llm, given)
+        progress, agreement = mean_progress(given), drafter_agreement(self.llm, given, self._matches)
         verdict = decide(evidence, self.exact, text, progress, agreement)
         scope = scope_of(self.llm, policy, given, params, evidence, self.exact)
         return Certificate(scope, verdict, evidence_json(evidence, self.exact), text, progress, agreement)

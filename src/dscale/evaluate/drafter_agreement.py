@@ -36,24 +36,32 @@ class Agreement:
         return self.accepted < (1 - TOLERANCE) * self.expected
 
 
-def drafter_agreement(llm: LLM, given: Sequence[Continuation]) -> Agreement | None:
-    """None without a drafter, without steps of whole blocks, or where the pass does not attend as the engine does."""
-    if llm.drafter is None or llm.simulate is not None or llm.engine.worker.policy.width != llm.drafter.config.width:
+Matches = dict[tuple[tuple[int, ...], ...], list[np.ndarray]]  # of texts that were looked at before
+
+
+def drafter_agreement(llm: LLM, given: Sequence[Continuation], known: Matches) -> Agreement | None:
+    """None without a drafter, without steps of whole blocks, or where the pass does not attend as the engine does.
+
+    known: kept between calls for the same prompts, since exact policies all write the same text.
+    """
+    if llm.drafter is None or not any(step.drafted for one in given for step in one.steps or ()):
+        return None
+    if llm.simulate is not None or llm.engine.worker.policy.width != llm.drafter.config.width:
         return None
     length = max(len(one.prompt) + len(one.tokens) for one in given)
     try:
         check_offline(llm.loaded.model, llm.drafter, length)
     except InputError:
         return None
-    talks = [Answered(list(one.prompt), list(one.tokens), None) for one in given]
-    pair = Pair(llm.loaded, llm.drafter, "")
-    matches = match_answered(pair, EvaluateConfig(batch=len(talks)), talks, length)
-    rows = np.array(
-        [row for one, match in zip(given, matches, strict=True) for row in _steps(llm, one, match)], np.int64
-    )
-    if not len(rows):
+    key = tuple(one.tokens for one in given)
+    if key not in known:
+        talks = [Answered(list(one.prompt), list(one.tokens), None) for one in given]
+        pair = Pair(llm.loaded, llm.drafter, "")
+        known[key] = match_answered(pair, EvaluateConfig(batch=len(talks)), talks, length)
+    rows = [row for one, match in zip(given, known[key], strict=True) for row in _steps(llm, one, match)]
+    if not rows:
         return None
-    accepted, expected = rows.T
+    accepted, expected = np.array(rows, np.int64).T
     return Agreement(len(rows), int((accepted != expected).sum()), int(accepted.sum()), int(expected.sum()))
 
 
