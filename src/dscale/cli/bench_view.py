@@ -20,6 +20,7 @@ from dscale.evaluate.load import Progress
 from dscale.evaluate.plan import Turn
 
 SHOWN_FAILURES = 10
+EVERY_SECONDS = 0.2
 
 
 class LiveView(View):
@@ -29,7 +30,7 @@ class LiveView(View):
     def __init__(self) -> None:
         self._live = Live(Text(""), console=errors, transient=True, auto_refresh=False) if errors.is_terminal else None
         self._turn = self._what = ""
-        self._began = 0.0
+        self._began = self._shown_at = 0.0
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -50,8 +51,10 @@ class LiveView(View):
         self._show(what)
 
     def changed(self, progress: Progress) -> None:
-        """Show how far the run has come."""
-        if self._live is not None:
+        """Show how far the run has come, now and then: the terminal shares the machine with what is measured."""
+        now = time.perf_counter()
+        if self._live is not None and now - self._shown_at >= EVERY_SECONDS:
+            self._shown_at = now
             speed = progress.tokens / max(time.perf_counter() - self._began, 1e-9)
             failed = f", {progress.failed} failed" if progress.failed else ""
             done = f"{progress.done}/{progress.total} done, {progress.running} running{failed}"
