@@ -18,8 +18,8 @@ from dscale.speculation.features import FeatureProjections
 def test_settings_of_environment_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "dscale.toml"
     file.write_text('policy = "dvl"\nslots = 6\npredictor = "random"\nattention-layout = "wide"\n')
-    made = Settings.read({"DSCALE_CONFIG": str(file), "DSCALE_SLOTS": "4", "DSCALE_GRAPHS": "off"})
-    assert made == Settings("dvl", 4, "random", "wide", graphs=False)
+    made = Settings.read({"DSCALE_CONFIG": str(file), "DSCALE_SLOTS": "4"})
+    assert made == Settings("dvl", 4, "random", "wide")
     assert made.rows(16) == 4
     assert Settings.read({}) == Settings()
     assert Settings("fixed:5").rows(16) == 5
@@ -33,7 +33,6 @@ def test_settings_of_environment_win_over_the_file(tmp_path: Path) -> None:
         ({"DSCALE_POLICY": "dvl"}, "needs a predictor"),
         ({"DSCALE_SLOTS": "7.5"}, "DSCALE_SLOTS: '7.5' is not a whole number"),
         ({"DSCALE_ATTENTION_LAYOUT": "tall"}, "attention_layout: 'tall'"),
-        ({"DSCALE_GRAPHS": "maybe"}, "neither true nor false"),
         ({"DSCALE_CONFIG": "/nowhere.toml"}, "/nowhere.toml: cannot be read"),
     ],
 )

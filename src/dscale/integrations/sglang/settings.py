@@ -25,15 +25,14 @@ class Settings:
     """policy and slots as of `dscale serve`; slots is a whole number here, rows a request in every captured graph.
 
     predictor: a folder, or "random" for what it costs without what it knows. attention_layout: packed, or narrow and
-    wide of the paper (kernels/attention.py). graphs: capture what lies between the two models' graphs as well.
-    simulate: mean progress or a trace's path (speculation/simulated.py); empty: acceptance is what it is.
+    wide of the paper (kernels/attention.py). simulate: mean progress or a trace's path (speculation/simulated.py);
+    empty: acceptance is what it is.
     """
 
     policy: str = "full"
     slots: int = 8
     predictor: str = ""
     attention_layout: str = "packed"
-    graphs: bool = True
     simulate: str = ""
 
     def __post_init__(self) -> None:
@@ -98,10 +97,6 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(where: str, text: str, kind: type) -> Any:
-    if kind is bool:
-        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-        require(text.lower() in words, f"{where}: {text!r} is neither true nor false")
-        return words[text.lower()]
     try:
         return kind(text)
     except ValueError:
