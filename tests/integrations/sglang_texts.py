@@ -3,8 +3,8 @@
     SGLANG_PYTHON tests/integrations/sglang_texts.py JOB.json OUT.json
 
 JOB: {"target", "drafter" or null, "algorithm" or null, "rounds": [{"prompts", "tokens", "sampling"}]}. All prompts of a
-round go at once, prompt i for tokens + 3·i tokens with seed i. OUT: per round and prompt {"ids", "steps", "cached"},
-and what the plug-in says of itself.
+round go at once, prompt i for tokens + 3·i tokens with seed i. OUT: per round and prompt {"ids", "steps", "cached"}
+(or why the round was refused), and what the plug-in says of itself.
 """
 
 from __future__ import annotations
@@ -58,14 +58,17 @@ def main() -> None:
             {"max_new_tokens": one["tokens"] + 3 * i, "ignore_eos": True, "sampling_seed": i, **one["sampling"]}
             for i in range(len(one["prompts"]))
         ]
-        answers = engine.generate(input_ids=one["prompts"], sampling_params=params)
+        try:
+            answers = engine.generate(input_ids=one["prompts"], sampling_params=params)
+        except ValueError as refused:
+            rounds.append(str(refused))
+            continue
         rounds.append(
             [
                 {
                     "ids": answer["output_ids"],
                     "steps": answer["meta_info"].get("spec_verify_ct"),
                     "cached": answer["meta_info"]["cached_tokens"],
-                    "reason": answer["meta_info"]["finish_reason"],
                 }
                 for answer in answers
             ]

@@ -115,7 +115,8 @@ def _run_sglang(
     planned = launch.plan(flags, tp, extra)
     launch.check_installed()
     if check:
-        print(json.dumps({"command": planned.command, "environment": planned.variables}))
+        command = ["***" if part and part == planned.api_key else part for part in planned.command]
+        print(json.dumps({"command": command, "environment": planned.variables}))
         raise typer.Exit(0)
     raise typer.Exit(launch.run(planned))
 

@@ -89,6 +89,9 @@ class DScaleWorker(DFlashWorkerV2):
         with torch.inference_mode():
             return self._decode(batch, on_publish)
 
+    def _validate_phase1_sampling_support(self, model_worker_batch: Any) -> None:
+        """SGLang's DFLASH warns where it would verify sampled requests greedily; here they are sampled everywhere."""
+
     def _decode(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         carried, context = batch.spec_info, batch.seq_lens
         if context.is_cuda:  # made on another stream
