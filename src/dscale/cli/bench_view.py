@@ -81,15 +81,15 @@ def to_table(found: list[Cell]) -> Table:
                   pad_edge=False)  # fmt: skip
     table.add_column("arm", no_wrap=True)
     several = any(cell.runs > 1 for cell in found)
-    names = ("c", "tokens/s", *(("runs",) if several else ()), "p50", "p95", "p99", "first", "tokens a step",
+    names = ("c", "tokens/s", *(("runs",) if several else ()), "p50", "p95", "first", "tokens a step",
              "rows a step", "ms a step")  # fmt: skip
     for name in names:
-        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+        table.add_column(name, justify="right", min_width=max(5, *map(len, name.split())))
     for cell in found:
         runs = (f"{cell.spread[0]:.1f}…{cell.spread[1]:.1f}",) if several else ()
         table.add_row(
             cell.arm, str(cell.concurrency), f"{cell.tokens_per_s:.1f}", *runs,
-            *(f"{one:.2f}" for one in (cell.latency_p50, cell.latency_p95, cell.latency_p99)),
+            *(f"{one:.2f}" for one in (cell.latency_p50, cell.latency_p95)),
             _shown(cell.first_token), _shown(cell.progress or cell.accepted_length), _shown(cell.verified),
             _shown(cell.step_ms),
         )  # fmt: skip
