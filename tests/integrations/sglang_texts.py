@@ -2,9 +2,9 @@
 
     SGLANG_PYTHON tests/integrations/sglang_texts.py JOB.json OUT.json
 
-JOB: {"target", "drafter" or null, "algorithm" or null, "rounds": [{"prompts", "tokens", "sampling"}]}. All prompts of a
-round go at once, prompt i for tokens + 3·i tokens with seed i. OUT: per round and prompt {"ids", "steps", "cached"}
-(or why the round was refused), and what the plug-in says of itself.
+JOB: {"target", "drafter" or null, "algorithm" or null, "tp", "rounds": [{"prompts", "tokens", "sampling"}]}. All
+prompts of a round go at once, prompt i for tokens + 3·i tokens with seed i. OUT: per round and prompt {"ids", "steps",
+"cached"} (or why the round was refused), and what the plug-in says of itself.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def main() -> None:
         "model_path": job["target"], "dtype": "float32", "device": "cpu", "attention_backend": "dscale",
         "max_running_requests": 4, "max_total_tokens": 4096, "disable_cuda_graph": True, "log_level": "warning",
         "random_seed": 1, "skip_tokenizer_init": True, "watchdog_timeout": 600, "mem_fraction_static": 0.3,
+        "tp_size": job.get("tp", 1),
     }  # fmt: skip
     if job["algorithm"]:
         options |= {"speculative_algorithm": job["algorithm"], "speculative_draft_model_path": job["drafter"]}

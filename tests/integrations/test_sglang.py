@@ -45,11 +45,11 @@ def expected(pair: Path) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(None, wanted, prompt_token_ids=given)]
 
 
-def run(pair: Path, folder: Path, algorithm: str | None, rounds: list[dict[str, Any]], **settings: str) -> Any:
-    """What SGLang made of the rounds."""
+def run(pair: Path, folder: Path, rounds: list[dict[str, Any]], tp: int = 1, **settings: str) -> Any:
+    """What SGLang made of the rounds by DSCALE on `tp` ranks."""
     job, out = folder / "job.json", folder / "out.json"
-    record = {"target": str(pair / "target"), "drafter": str(pair / "drafter"), "algorithm": algorithm}
-    job.write_text(json.dumps(record | {"rounds": rounds}))
+    record = {"target": str(pair / "target"), "drafter": str(pair / "drafter"), "algorithm": "DSCALE"}
+    job.write_text(json.dumps(record | {"rounds": rounds, "tp": tp}))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DSCALE_")} | settings
     done = subprocess.run([PYTHON, SCRIPT, job, out], env=environment, capture_output=True, text=True, timeout=800)
     assert out.is_file(), done.stderr[-4000:]
@@ -81,13 +81,13 @@ def check_greedy(made: Any, expected: list[list[int]]) -> None:
 def test_texts_are_those_of_plain_decoding(pair: Path, expected: list[list[int]], tmp_path: Path) -> None:
     random_predictor(WIDTH).save(tmp_path / "predictor")
     rounds = rounds_for(expected)
-    full = run(pair, tmp_path, "DSCALE", rounds, DSCALE_POLICY="full")
+    full = run(pair, tmp_path, rounds, DSCALE_POLICY="full")
     assert full["plugin"]["policy"] == "full"
     assert full["plugin"]["rows"] == WIDTH
     check_greedy(full, expected)
 
     settings = {"DSCALE_POLICY": "dvl", "DSCALE_SLOTS": "4", "DSCALE_PREDICTOR": str(tmp_path / "predictor")}
-    dvl = run(pair, tmp_path, "DSCALE", rounds, **settings)
+    dvl = run(pair, tmp_path, rounds, **settings)
     assert (dvl["plugin"]["policy"], dvl["plugin"]["rows"]) == ("dvl", 4)
     check_greedy(dvl, expected)
 
@@ -99,6 +99,13 @@ def test_texts_are_those_of_plain_decoding(pair: Path, expected: list[list[int]]
     assert [a for a, _ in pairs] != expected
 
     assert "DSCALE does not support presence_penalty" in dvl["rounds"][3]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a core for each rank")
+def test_two_ranks_give_the_same_text(pair: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    settings = {"DSCALE_POLICY": "dvl", "DSCALE_SLOTS": "4", "DSCALE_PREDICTOR": "random"}
+    made = run(pair, tmp_path, rounds_for(expected)[:2], 2, SGLANG_CPU_OMP_THREADS_BIND="0|1", **settings)
+    check_greedy(made, expected)
 
 
 def test_a_wrong_setting_ends_the_start(pair: Path, tmp_path: Path) -> None:
