@@ -186,6 +186,9 @@ class EngineConfig:
     of the one before are read: 1 keeps a GPU busy, 0 reads each step at once; None is 1 on a GPU and 0 on a CPU.
     On a GPU: attention_layout of verification and draft blocks, and deterministic attention, as of
     kernels.attention.AttentionOptions.
+
+    tensor_parallel: processes, each with a device of its own, that share the model. check_ranks: for debugging, they
+    compare what each made of every step and stop at the first difference.
     """
 
     dtype: str = "auto"
@@ -201,10 +204,13 @@ class EngineConfig:
     lag: int | None = None
     attention_layout: str = "packed"
     deterministic: bool = False
+    tensor_parallel: int = 1
+    check_ranks: bool = False
 
     def __post_init__(self) -> None:
         require(self.dtype in ("auto", *DTYPES), f"dtype: {self.dtype!r}; allowed are auto, {', '.join(DTYPES)}")
         require(self.lag in (None, 0, 1), f"lag: {self.lag}; allowed are 0 and 1")
+        require(self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel} must be at least 1")
         require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
         require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")
