@@ -23,6 +23,10 @@ class InputError(ValueError):
     """Something the user gave cannot be used. The message is one line: what was wrong, where, what is allowed."""
 
 
+class RankFailed(RuntimeError):
+    """A process that shares a model with this one ended, or they disagreed; the model has to be loaded again."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise InputError(message) unless condition holds."""
     if not condition:

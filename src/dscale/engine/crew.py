@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from dscale.config import InputError, require
+from dscale.config import InputError, RankFailed, require
 from dscale.layers.ranks import ALONE, Ranks, connect
 
 START_SECONDS = 120.0  # until a new process has loaded its libraries
@@ -38,10 +38,6 @@ COLLECTIVE_SECONDS = 300.0  # longest that one rank waits for another, which may
 EXIT_SECONDS = 5.0  # that a follower gets to end by itself
 WATCH_SECONDS = 0.2  # between looks at whether all still run
 NOTICE_SECONDS = 2.0  # in which a process whose end broke a collective is found to have ended
-
-
-class RankFailed(RuntimeError):
-    """A rank ended, or ranks disagreed; the crew is of no more use."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +247,8 @@ def devices_for(size: int, device: str) -> list[str]:
     """The device of every rank: the CPU for all, or consecutive GPUs from the one named."""
     if device == "cpu":
         return ["cpu"] * size
+    if size == 1:
+        return [device]
     first = int(device.partition(":")[2] or 0)
     here = torch.cuda.device_count()
     require(first + size <= here, f"tensor_parallel: {size} GPUs from {device} on are asked for; this host has {here}")
