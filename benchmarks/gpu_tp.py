@@ -50,6 +50,7 @@ def correctness(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
         for source in sources:
             rows += [row for policy in POLICIES for row in compare_texts(source, policy, args, device, crew)]
     finally:
+        release()
         crew.close()
     return rows
 
@@ -99,6 +100,11 @@ class Engines:
             self.seconds[arm.name] = time.perf_counter() - began
         return self._made[arm.name]
 
+    def forget(self) -> None:
+        """Let go of all engines: captured collectives must not outlive the group of the ranks."""
+        self._made.clear()
+        release()
+
     def _make(self, arm: Arm) -> LLM:
         args = self.args
         length = args.prompt_tokens + args.output_tokens + 1
@@ -124,6 +130,7 @@ def throughput(args: argparse.Namespace, device: str, record: dict[str, Any], de
             record["build_seconds"] = engines.seconds
             write(args.out, record)
     finally:
+        engines.forget()
         if crew is not None:
             crew.close()
 

@@ -138,12 +138,12 @@ class Watch(threading.Thread):
 class Crew(Member):
     """The first rank with its followers."""
 
-    def __init__(self, followers: Sequence[Follower], ranks: Ranks, device: str) -> None:
+    def __init__(self, followers: Sequence[Follower], ranks: Ranks, device: str, folder: str) -> None:
         super().__init__(ranks, device)
         self.followers, self._built = list(followers), 0
         self._watch = Watch(self.followers, ranks)
         self._watch.start()
-        self._end = weakref.finalize(self, _end, self.followers, self._watch, ranks)
+        self._end = weakref.finalize(self, _end, self.followers, self._watch, ranks, folder)
 
     @classmethod
     def start(cls, size: int, device: str = "cpu", check: bool = False) -> Crew:
@@ -164,13 +164,11 @@ class Crew(Member):
             for follower in followers:
                 follower.wait_for_word(START_SECONDS)
             ranks = connect(0, size, store, torch.device(devices[0]), COLLECTIVE_SECONDS, check)
-            ranks.least(0, devices[0])  # all are here, so the file is needed no more
+            ranks.least(0, devices[0])
         except BaseException:
-            _end(followers, None, ALONE)
+            _end(followers, None, ALONE, folder)
             raise
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return cls(followers, ranks, devices[0])
+        return cls(followers, ranks, devices[0], folder)
 
     def build(self, options: dict) -> int:
         """Have every follower make an LLM with these options; its number."""
@@ -227,7 +225,8 @@ class Crew(Member):
         self._end()
 
 
-def _end(followers: Sequence[Follower], watch: Watch | None, ranks: Ranks) -> None:
+def _end(followers: Sequence[Follower], watch: Watch | None, ranks: Ranks, folder: str) -> None:
+    """folder: where they met; NCCL looks there now and then as long as the group lives."""
     if watch is not None:
         watch.over.set()
         watch.join()
@@ -241,6 +240,7 @@ def _end(followers: Sequence[Follower], watch: Watch | None, ranks: Ranks) -> No
         follower.end()
     if watch is not None:
         ranks.group = None  # its threads must end before the interpreter does
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def devices_for(size: int, device: str) -> list[str]:

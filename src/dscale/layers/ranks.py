@@ -45,7 +45,7 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         """x added up over the ranks, in place, in stream order."""
-        self.group.allreduce([x], _plain("AllreduceOptions")).wait()
+        _finish(self.group.allreduce([x], _plain("AllreduceOptions")))
         return x
 
     def join(self, x: Tensor) -> Tensor:
@@ -55,13 +55,13 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """What every rank holds: [...] → [size, ...]."""
         x = x.contiguous()
-        out = x.new_empty(self.size, *x.shape)
-        self.group.allgather([list(out.unbind(0))], [x], _plain("AllgatherOptions")).wait()
-        return out
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        _finish(self.group._allgather_base(out, x, _plain("AllgatherOptions")))
+        return out.view(self.size, *x.shape)
 
     def share(self, x: Tensor) -> Tensor:
         """The first rank's x, in place on the others."""
-        self.group.broadcast([x], _plain("BroadcastOptions")).wait()
+        _finish(self.group.broadcast([x], _plain("BroadcastOptions")))
         return x
 
     def agree(self, x: Tensor, compare: bool = True) -> Tensor:
@@ -103,7 +103,8 @@ def connect(rank: int, size: int, store: str, device: torch.device, seconds: flo
     differing = torch.zeros(1, dtype=torch.int64, device=device) if check else None
     if device.type == "cuda":
         # A capture must not meet event queries of torch's error handling, and a dead rank is noticed by its process.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
+            os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = limit
@@ -112,6 +113,12 @@ def connect(rank: int, size: int, store: str, device: torch.device, seconds: flo
     options = gloo._Options()
     options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], limit
     return Ranks(rank, size, gloo(meeting, rank, size, options), differing)
+
+
+def _finish(work: Any) -> None:
+    """Wait for a collective, in stream order on a GPU; one on the current stream is nothing to wait for."""
+    if work is not None:
+        work.wait()
 
 
 def _plain(name: str) -> Any:
