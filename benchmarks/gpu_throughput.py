@@ -28,7 +28,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -197,13 +197,15 @@ def summary(counters: Any, plain: Sequence[float], seconds: float, finished: int
     }
 
 
-def cell(models: Models, args: argparse.Namespace, concurrency: int, deadline: float) -> dict[str, Any]:
-    """All arms at one concurrency, in turns."""
+def cell(
+    args: argparse.Namespace, concurrency: int, deadline: float, make: Callable[[Arm, int], LLM]
+) -> dict[str, Any]:
+    """All arms at one concurrency, in turns. make: an arm's engine for so many requests."""
     engines: dict[str, LLM] = {}
     made: dict[str, Any] = {"concurrency": concurrency, "note": SIMULATED, "skipped": [], "arms": {}}
     for arm in map(Arm.parse, args.arms.split(",")):
         try:
-            engines[arm.name] = build(arm, models, args, concurrency)
+            engines[arm.name] = make(arm, concurrency)
         except (RuntimeError, ValueError) as problem:  # one arm that cannot be built leaves the others
             made["skipped"].append(f"{arm.name}: {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
             continue
@@ -346,8 +348,12 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "cells": [],
     }
+
+    def make(arm: Arm, concurrency: int) -> LLM:
+        return build(arm, models, args, concurrency)
+
     for concurrency in map(int, args.concurrency.split(",")):
-        record["cells"].append(cell(models, args, concurrency, deadline))
+        record["cells"].append(cell(args, concurrency, deadline, make))
         release()
         record["geometric_mean"] = geometric_means(record["cells"])
         if args.out is not None:  # after every concurrency: what is cut off later is not lost

@@ -23,6 +23,10 @@ class InputError(ValueError):
     """Something the user gave cannot be used. The message is one line: what was wrong, where, what is allowed."""
 
 
+class RankFailed(RuntimeError):
+    """A process that shares a model with this one ended, or they disagreed; the model has to be loaded again."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise InputError(message) unless condition holds."""
     if not condition:
@@ -187,6 +191,9 @@ class EngineConfig:
     On a GPU: attention_layout of verification and draft blocks as of kernels.attention.AttentionOptions; deterministic:
     the bits of a target's row depend on its own tokens alone, so that text in bfloat16 too is the same with any policy,
     batch, preemption and prefix hit.
+
+    tensor_parallel: processes, each with a device of its own, that share the model. check_ranks: for debugging, they
+    compare what each made of every step and stop at the first difference.
     """
 
     dtype: str = "auto"
@@ -202,10 +209,17 @@ class EngineConfig:
     lag: int | None = None
     attention_layout: str = "packed"
     deterministic: bool = False
+    tensor_parallel: int = 1
+    check_ranks: bool = False
 
     def __post_init__(self) -> None:
         require(self.dtype in ("auto", *DTYPES), f"dtype: {self.dtype!r}; allowed are auto, {', '.join(DTYPES)}")
         require(self.lag in (None, 0, 1), f"lag: {self.lag}; allowed are 0 and 1")
+        require(self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel} must be at least 1")
+        require(
+            self.tensor_parallel == 1 or not self.deterministic,
+            f"deterministic: not with tensor_parallel {self.tensor_parallel}, whose sums over ranks have no fixed order",
+        )
         require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
         require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")

@@ -22,7 +22,7 @@ from dscale.cli.serve import serve
 from dscale.cli.trace import trace
 from dscale.cli.train import app as train
 from dscale.cli.tune import tune
-from dscale.config import InputError
+from dscale.config import InputError, RankFailed
 
 app = typer.Typer(
     name="dscale",
@@ -57,6 +57,9 @@ def run() -> None:
     except InputError as error:
         sys.stderr.write(f"dscale: {error}\n")
         raise SystemExit(2) from None
+    except RankFailed as error:
+        sys.stderr.write(f"dscale: {' '.join(str(error).split())}\n")
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write("dscale: interrupted\n")
         raise SystemExit(130) from None

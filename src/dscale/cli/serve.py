@@ -36,6 +36,9 @@ def serve(
     layout: Annotated[str | None, typer.Option(help="Anchor layout of the drafter: 1+N or anchor-first.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option("--tensor-parallel", "--tp", help="Processes, each with a GPU, that share the model.")
+    ] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most sequences decoded together (16).")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer.")] = None,
     max_prefill_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of one step (512).")] = None,

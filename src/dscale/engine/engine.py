@@ -15,8 +15,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from dscale.config import Grammar, InputError, SamplingParams, require
 from dscale.engine.recorder import Recorder
 from dscale.engine.request import FinishReason, Request, Status, StepRecord, TokenLogprob
@@ -26,7 +24,7 @@ from dscale.engine.worker import Decoded, Launched, Worker
 from dscale.models.tokenizer import IncrementalDecoder, Tokenizer
 from dscale.speculation.grammar import CompiledGrammar, GrammarCompiler
 from dscale.speculation.policies import StepOutcome
-from dscale.speculation.sampling import RowLogprobs, logprobs
+from dscale.speculation.sampling import RowLogprobs
 from dscale.speculation.state import MAX_END_TOKENS
 
 ALARM_STEPS = 200  # drafted request steps before acceptance is judged
@@ -205,26 +203,23 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         began = time.perf_counter()
-        hidden = self.worker.prefill(chunks)
-        for chunk, rows in zip(chunks, hidden, strict=True):
+        self.worker.prefill(chunks)
+        for index, chunk in enumerate(chunks):
             if chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, rows)
+                self._score_prompt(index, chunk)
             self.scheduler.commit(chunk.request, chunk.start + chunk.length)
         self.counters.prefill_seconds += time.perf_counter() - began
 
-    def _score_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
-        """Log-probabilities of the prompt tokens that follow this chunk's rows."""
+    def _score_prompt(self, index: int, chunk: Chunk) -> None:
+        """Log-probabilities of the prompt tokens that follow the rows of the index-th chunk of this prefill."""
         request = chunk.request
         known = request.prompt_logprobs or [None]  # the first token has nothing before it
         following = request.prompt[chunk.start + 1 : chunk.start + chunk.length + 1]
-        fresh = slice(max(len(known) - 1 - chunk.start, 0), len(following))  # preempted: part of it is known already
-        if following[fresh]:
-            with torch.inference_mode():
-                logits = self.worker.models.target.logits(hidden[fresh])
-                ids = torch.tensor(following[fresh], device=logits.device)
-                wanted = request.params.prompt_logprobs or 0
-                scores = logprobs(logits, ids, wanted)
-            known += [token_logprob(scores, i, token, wanted) for i, token in enumerate(following[fresh])]
+        first = max(len(known) - 1 - chunk.start, 0)  # preempted: part of it is known already
+        fresh, wanted = following[first:], request.params.prompt_logprobs or 0
+        if fresh:
+            scores = self.worker.score(index, first, fresh, wanted)
+            known += [token_logprob(scores, i, token, wanted) for i, token in enumerate(fresh)]
         request.prompt_logprobs = known
 
     def _commit(self, request: Request, decoded: Decoded, lane: int) -> bool:
@@ -291,7 +286,7 @@ class Engine:
         plain = [not request.params.edits_logits for request in requests]
         clean = [one and not ended for one, ended in zip(plain, cut, strict=True)]
         outcome = StepOutcome(shape, decoded.draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
-        self.worker.policy.observe(outcome)
+        self.worker.learn(outcome)
         if self.observer is not None:
             self.observer(requests, outcome)
         if self.recorder is not None:

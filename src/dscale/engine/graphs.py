@@ -222,6 +222,10 @@ class GraphRunner:
             self._seconds[key] = self._time(key)
         return self._seconds[key]
 
+    def timed(self, live: int, shape: StepShape) -> bool:
+        """Whether `seconds` of this step are known."""
+        return self._key(live, shape, True) in self._seconds
+
     def _key(self, live: int, shape: StepShape, all_greedy: bool) -> Key:
         lanes = self.bucket(live)
         return Key(lanes, shape.over(lanes), all_greedy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from dscale.config import (
     require,
     resolve_dtype,
 )
+from dscale.engine.crew import Crew, Member
 from dscale.engine.engine import Engine
 from dscale.engine.graphs import BUDGETS, capturable
 from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
@@ -38,6 +40,7 @@ from dscale.engine.worker import Worker
 from dscale.kernels import native, triton
 from dscale.kernels.attention import AttentionOptions
 from dscale.layers.linear import deterministic_twin
+from dscale.layers.ranks import ALONE, Ranks
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
@@ -66,7 +69,9 @@ class LLM:
     drafter's own). slots: verified rows per request of `dvl` and `confidence`. recorder: keeps every verification, for
     fitting a predictor. simulate: acceptance is made up (speculation/simulated.py) with this mean progress, by this
     trace, or as a SimulatedAcceptance says; every output then carries the note "simulated acceptance". Other options
-    are fields of EngineConfig. InputError in one line for anything that does not fit together.
+    are fields of EngineConfig. tensor_parallel over 1 starts as many processes (engine/crew.py), each with its share of
+    the weights; `close` ends them. crew: processes that run already. InputError in one line for anything that does not
+    fit together.
     """
 
     def __init__(
@@ -80,27 +85,82 @@ class LLM:
         layout: str | None = None,
         recorder: Recorder | None = None,
         simulate: SimulatedAcceptance | float | str | None = None,
+        crew: Member | None = None,
         **engine: Any,
     ) -> None:
+        given: dict[str, Any] = {"model": model, "predictor": predictor, "policy": policy, "width": width}
+        given |= {"drafter": drafter, "slots": slots, "layout": layout, "simulate": simulate, **engine}
         self.speculation = SpeculationConfig(policy, width, slots, layout)
         self.config = EngineConfig(**engine)
         self.simulate = None if simulate is None else SimulatedAcceptance.of(simulate)
         require(self.simulate is None or recorder is None, "recorder: simulated acceptance teaches nothing; drop one")
         device = resolve_device(self.config.device)
         self.dtype = default_dtype(device) if self.config.dtype == "auto" else resolve_dtype(self.config.dtype)
-        self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device)
-        if self.config.deterministic and device != "cpu":
+        self._requests = 0
+        self._scorers: dict[tuple[str, int], Scorer | None] = {}
+        if self.config.tensor_parallel == 1:
+            self._load(model, drafter, predictor, device, recorder, ALONE)
+            return
+        if crew is None or isinstance(crew, Crew):
+            check_shareable(model, drafter, recorder)
+        self._crew = crew or Crew.start(self.config.tensor_parallel, device, self.config.check_ranks)
+        size = self._crew.ranks.size
+        require(size == self.config.tensor_parallel, f"crew: has {size} ranks, not {self.config.tensor_parallel}")
+        if not isinstance(self._crew, Crew):
+            self._load(model, drafter, predictor, self._crew.device, recorder, self._crew.ranks)
+            return
+        try:
+            self._lead(self._crew, given, own=crew is None)
+        except BaseException:
+            self._crew.close()
+            raise
+
+    def _load(
+        self,
+        model: str | LoadedTarget,
+        drafter: str | Drafter | None,
+        predictor: str | Predictor | None,
+        device: str,
+        recorder: Recorder | None,
+        ranks: Ranks,
+    ) -> None:
+        """Models and engine, of this rank."""
+        self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device, ranks)
+        if self.config.deterministic and torch.device(device).type != "cpu":
             self.loaded = _deterministic(self.loaded)
-        self.drafter = self._load_drafter(drafter, device)
+        self.drafter = self._load_drafter(drafter, device, ranks)
         self.predictor = self._find_predictor(predictor)
         self._predictor = self.predictor if isinstance(self.predictor, Predictor) else None
         if recorder is not None:
             recorder.follow(self.predictor_config)
-        self._scorers: dict[tuple[str, int], Scorer | None] = {}
         self.engine = self._build_engine(recorder)
-        self._requests = 0
 
-    def _load_drafter(self, drafter: str | Drafter | None, device: str) -> Drafter | None:
+    def _lead(self, crew: Crew, given: dict[str, Any], own: bool) -> None:
+        """Build this engine on every rank at once, and from then on lead. own: the crew ends with this engine."""
+        number = crew.build(given)
+        with crew.guard():
+            self._load(given["model"], given["drafter"], given["predictor"], crew.device, None, crew.ranks)
+        worker = self.engine.worker
+        worker.crew, worker.number = crew, number
+        print(self._shared(), file=sys.stderr)
+        self._end = weakref.finalize(self, crew.close if own else crew.drop, *(() if own else (number,)))
+
+    def _shared(self) -> str:
+        """One line: how the ranks share the models."""
+        size, whole = self.config.tensor_parallel, self.loaded.config.decoder
+        drafter = "none" if self.drafter is None else "shared" if self.drafter.stack.ranks.size > 1 else "on each rank"
+        return (
+            f"tensor parallel: {size} ranks share {whole.num_heads} query and {whole.num_kv_heads} key/value heads; "
+            f"drafter: {drafter}"
+        )
+
+    def close(self) -> None:
+        """End the processes of the other ranks, if this engine started any; nothing can be generated after."""
+        if self.config.tensor_parallel > 1:
+            self.engine.worker.graphs = self.engine.worker.prefills = None  # captured collectives go before their group
+            self._end()
+
+    def _load_drafter(self, drafter: str | Drafter | None, device: str, ranks: Ranks) -> Drafter | None:
         if self.speculation.policy == "off":
             return None
         self._drafter_source: str | Drafter = ""
@@ -109,7 +169,7 @@ class LLM:
             drafter.prepare()
             return drafter
         if drafter == "random" or (drafter == "auto" and is_shape(self.loaded.name)):
-            self._drafter_source = random_drafter_of(self.loaded.config, self.dtype, device)
+            self._drafter_source = random_drafter_of(self.loaded.config, self.dtype, device, ranks=ranks)
             return self._drafter_source
         path = self.loaded.own_drafter if drafter == "auto" else None if drafter == "none" else drafter
         if path is None:
@@ -117,7 +177,7 @@ class LLM:
             require(known, f"policy {self.speculation.policy!r} needs a drafter; give one with --drafter, or use off")
             return None
         self._drafter_source = str(path)
-        return load_drafter(path, self.loaded.model, self.dtype, device, self.speculation.layout)
+        return load_drafter(path, self.loaded.model, self.dtype, device, self.speculation.layout, ranks)
 
     def _find_predictor(self, predictor: str | Predictor | None) -> str | Predictor | None:
         if predictor == "auto":
@@ -138,12 +198,15 @@ class LLM:
             trained = self.drafter.config.width
             require(width <= trained, f"width: {width} is wider than the drafter's trained block; at most {trained}")
         num_pages = self.config.num_pages or self._fitting_pages(target, length + width)
+        if target.stack.ranks.size > 1:
+            num_pages = target.stack.ranks.least(num_pages, target.embedding.device)
         models = Models.allocate(target, self.drafter, num_pages, length + width + 1)
         models.attention = AttentionOptions(self.config.attention_layout, self.config.deterministic)
         pack_weights(target, self.drafter)
         state = DeviceState(self.config.max_requests, pages_for(length + width + 1), target.embedding.device)
         if self.simulate is not None:
-            print(f"{SIMULATED}: {self.simulate.about()}; the text means nothing", file=sys.stderr)
+            if target.stack.ranks.leads:
+                print(f"{SIMULATED}: {self.simulate.about()}; the text means nothing", file=sys.stderr)
             state.simulation = self.simulate.on(target.embedding.device)
         pool = PagePool(CacheConfig(num_pages, self.config.prefix_caching))
         scheduler = Scheduler(pool, self.config.max_requests, self.config.max_prefill_tokens, width)
@@ -202,12 +265,7 @@ class LLM:
         """Hash of the drafter's weights; slow when they are large, and "" without a drafter."""
         return drafter_hash(self._drafter_source) if self.drafter is not None else ""
 
-    def switch(self, policy: str, slots: float | None = None, width: int | None = None) -> str:
-        """Change the policy for the steps to come, also while requests run; None keeps what is in force.
-
-        Returns the name of the policy now in force. Speed changes by it, text does not. InputError, and no change, for
-        a policy that needs a drafter or predictor that is not loaded, or blocks wider than the engine's.
-        """
+    def _switch(self, policy: str, slots: float | None, width: int | None) -> str:
         before, engine = self.speculation, self.engine
         wanted = SpeculationConfig(policy, width or before.width, slots or before.slots, before.layout)
         drafts = wanted.policy not in ("off", "auto")
@@ -223,6 +281,19 @@ class LLM:
         engine.worker.policy, self.speculation = chosen, wanted
         self._ready(engine.worker)
         return chosen.name
+
+    def switch(self, policy: str, slots: float | None = None, width: int | None = None) -> str:
+        """Change the policy for the steps to come, also while requests run; None keeps what is in force.
+
+        Returns the name of the policy now in force. Speed changes by it, text does not. InputError, and no change, for
+        a policy that needs a drafter or predictor that is not loaded, or blocks wider than the engine's.
+        """
+        worker = self.engine.worker
+        if worker.crew is None:
+            return self._switch(policy, slots, width)
+        with worker.crew.guard():
+            worker.crew.tell(worker.number, "switch", policy, slots, width)
+            return self._switch(policy, slots, width)
 
     def _fitting_pages(self, target: Target, length: int) -> int:
         """Pages for every request at full length, or what a share of free memory holds."""
@@ -389,6 +460,14 @@ def pack_weights(target: Target, drafter: Drafter | None) -> None:
                 module.pack()
         if model is not None:
             model.stack.pack()
+
+
+def check_shareable(model: object, drafter: object, recorder: Recorder | None) -> None:
+    """InputError for what several ranks cannot load or do together."""
+    for what, one in (("model", model), ("drafter", drafter)):
+        known = one is None or isinstance(one, str)
+        require(known, f"{what}: ranks load it themselves; give its name or folder, not a loaded one")
+    require(recorder is None, "recorder: several ranks cannot record; use tensor_parallel 1")
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

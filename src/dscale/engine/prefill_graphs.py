@@ -1,7 +1,7 @@
 """Prefill captured as CUDA graphs, one a capacity of rows: hundreds of small launches become one.
 
-A graph reads its rows from fixed memory: token ids, positions and page-table rows, and up to LANES chunks by starts and
-contexts. Rows past the chunks are sentinels on the scratch row, whose page is the scratch page; lanes without a chunk
+A graph reads its rows from fixed memory: token ids, positions and page-table rows, and up to LANES pieces by starts and
+contexts. Rows past the pieces are sentinels on the scratch row, whose page is the scratch page; lanes without a piece
 own no rows. Nothing is drawn in a prefill, so the same graph serves every request and policy.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from dscale.config import PAGE_SIZE
 from dscale.engine.graphs import CaptureBackend, GraphCounters
-from dscale.engine.scheduler import Chunk
 from dscale.kernels.attention import RaggedBatch
 from dscale.speculation.decode_step import prefill
 from dscale.speculation.state import DeviceState, Models
 from dscale.speculation.transfer import place_tensor
 
-LANES = 8  # chunks of one replay
+Piece = tuple[int, int, int]  # of a prefill: row of the state, position of its first token, tokens
+LANES = 8  # pieces of one replay
 LEAST = 64  # rows of the smallest graph
 
 
@@ -37,7 +37,7 @@ def capacities(most: int) -> list[int]:
 @dataclass
 class PrefillInput:
     """Fixed memory of one capacity: rows [3, R] int64 are ids, positions, page-table rows; lanes [LANES], starts
-    [LANES + 1], contexts [LANES] int64 describe the chunks."""
+    [LANES + 1], contexts [LANES] int64 describe the pieces."""
 
     rows: Tensor
     lanes: Tensor
@@ -51,19 +51,19 @@ class PrefillInput:
         everything = torch.zeros(3 * capacity + 3 * LANES + 1, dtype=torch.int64, device=device)
         return cls(*_parts(everything, capacity), everything)
 
-    def load(self, chunks: Sequence[Chunk], scratch: int) -> None:
-        """Describe these chunks, in stream order."""
+    def load(self, ids: Sequence[int], pieces: Sequence[Piece], scratch: int) -> None:
+        """Describe these pieces with the token ids of all of them, in stream order."""
         host = torch.zeros(self.everything.shape, dtype=torch.int64)
         rows, lanes, starts, contexts = _parts(host, self.rows.shape[1])
         rows[2].fill_(scratch)
         lanes.fill_(scratch)
+        rows[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         end = 0
-        for index, chunk in enumerate(chunks):
-            first, end = end, end + chunk.length
-            rows[0, first:end] = torch.tensor(chunk.tokens, dtype=torch.int64)
-            rows[1, first:end] = torch.arange(chunk.start, chunk.start + chunk.length)
-            rows[2, first:end] = chunk.request.row
-            lanes[index], contexts[index] = chunk.request.row, chunk.start
+        for index, (row, start, length) in enumerate(pieces):
+            first, end = end, end + length
+            rows[1, first:end] = torch.arange(start, start + length)
+            rows[2, first:end] = row
+            lanes[index], contexts[index] = row, start
             starts[index + 1 :] = end
         place_tensor(host, self.everything)
 
@@ -100,17 +100,20 @@ class PrefillRunner:
         self._captured: dict[int, tuple[PrefillInput, Tensor, Callable[[], None]]] = {}
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Hidden rows [length, H] of each chunk, valid until the next run. Chunks hold at most `most` rows together."""
+    def run(self, ids: Sequence[int], pieces: Sequence[Piece]) -> list[Tensor]:
+        """Hidden rows [length, H] of each piece, valid until the next run. Pieces hold at most `most` rows together."""
         hidden: list[Tensor] = []
-        for first in range(0, len(chunks), LANES):
-            some = chunks[first : first + LANES]
-            lengths = [chunk.length for chunk in some]
-            given, rows, replay = self._find(next(size for size in self.sizes if size >= sum(lengths)))
-            given.load(some, self.state.scratch_row)
+        done = 0
+        for first in range(0, len(pieces), LANES):
+            some = pieces[first : first + LANES]
+            lengths = [length for _, _, length in some]
+            total = sum(lengths)
+            given, rows, replay = self._find(next(size for size in self.sizes if size >= total))
+            given.load(ids[done : done + total], some, self.state.scratch_row)
+            done += total
             replay()
-            parts = rows[: sum(lengths)].split(lengths)
-            hidden += parts if len(chunks) <= LANES else [part.clone() for part in parts]
+            parts = rows[:total].split(lengths)
+            hidden += parts if len(pieces) <= LANES else [part.clone() for part in parts]
         return hidden
 
     def prepare(self) -> GraphCounters:
@@ -129,7 +132,7 @@ class PrefillRunner:
     def _capture(self, capacity: int) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
         free, began = self.backend.free(), time.perf_counter()
         given = PrefillInput.of(capacity, self.state.length.device)
-        given.load([], self.state.scratch_row)
+        given.load([], [], self.state.scratch_row)
         longest = self.state.page_table.shape[1] * PAGE_SIZE
 
         def run() -> Tensor:

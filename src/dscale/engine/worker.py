@@ -6,13 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from dscale.config import PAGE_SIZE
+from dscale.config import PAGE_SIZE, SamplingParams
+from dscale.engine.crew import Crew
 from dscale.engine.graphs import CudaCapture, GraphRunner
-from dscale.engine.prefill_graphs import PrefillRunner
+from dscale.engine.prefill_graphs import Piece, PrefillRunner
 from dscale.engine.request import Request
 from dscale.engine.results import OutputRing, Outputs, RingSlot
 from dscale.engine.scheduler import Chunk
@@ -22,10 +25,42 @@ from dscale.speculation.costs import StepCosts
 from dscale.speculation.decode_step import StepResult, decode_step, draft_block, prefill, verify
 from dscale.speculation.edits import LogitEdits
 from dscale.speculation.packing import pack_rows
-from dscale.speculation.policies import Draft, Off, Policy
+from dscale.speculation.policies import Draft, Off, Policy, StepOutcome
+from dscale.speculation.sampling import RowLogprobs, logprobs
 from dscale.speculation.state import DeviceState, Models
 from dscale.speculation.transfer import place
 from dscale.speculation.workspace import StepShape, Workspace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Admission(NamedTuple):
+    """A request that starts on a row of the state: anchor as of DeviceState.set_anchor."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    end_ids: tuple[int, ...]
+    anchor: tuple[int, int, int, bool]
+
+
+class StepPlan(NamedTuple):
+    """A decode step in plain values, the same for every rank. rows: of the state; reach: Workspace.max_context."""
+
+    rows: list[int]
+    shape: StepShape
+    captured: bool
+    all_greedy: bool
+    reach: int
+    late: bool
+    compared: bool
+
+    def workspace(self, device: torch.device) -> Workspace:
+        """Of an eager step of just these rows."""
+        work = Workspace.of(self.rows, self.reach, device)
+        work.all_greedy, work.late, work.compared = self.all_greedy, self.late, self.compared
+        return work
 
 
 @dataclass
@@ -67,6 +102,20 @@ class Decoded:
         return Decoded(tokens, accepted, slots, shape, known, self.seconds, self.result)  # type: ignore[arg-type]
 
 
+def guarded(method: Callable[P, T]) -> Callable[P, T]:
+    """A method of a worker that involves all ranks; see Crew.guard. Alone it is the method."""
+
+    @wraps(method)
+    def run(*arguments: P.args, **named: P.kwargs) -> T:
+        crew = cast(Worker, arguments[0]).crew
+        if crew is None:
+            return method(*arguments, **named)
+        with crew.guard():
+            return method(*arguments, **named)
+
+    return run
+
+
 class Worker:
     """Runs prefill chunks and decode steps. width: the widest block a policy may ask for.
 
@@ -77,11 +126,16 @@ class Worker:
     def __init__(self, models: Models, state: DeviceState, policy: Policy | None = None) -> None:
         self.models, self.state = models, state
         self.policy: Policy = policy or Off()
-        self.costs = StepCosts(self.measure_verify, self.measure_draft)
+        # What a step costs is for the first rank to say: the others take part when it measures.
+        leads = models.ranks.leads
+        self.costs = StepCosts(self.measure_verify, self.measure_draft) if leads else StepCosts(_one, _one)
+        self.crew: Crew | None = None  # the other ranks, on the first of several
+        self.number = 0  # of the engine among those of the crew
         self.device = models.target.embedding.device
         self.graphs: GraphRunner | None = None
         self.prefills: PrefillRunner | None = None
         self.ring: OutputRing | None = None
+        self._hidden: list[Tensor] = []  # rows of the chunks that were prefilled last
         self._synced: dict[int, int] = {}  # state row → pages already written to its page table
 
     def serve(self, most: int, graphs: bool, prefill_rows: int) -> None:
@@ -99,27 +153,36 @@ class Worker:
     def replay_seconds(self, live: int, shape: StepShape) -> float:
         """Seconds of the captured step that serves `live` requests with this shape."""
         assert self.graphs is not None
+        if not self.models.ranks.leads:
+            return _one(live)
+        if not self.graphs.timed(live, shape):
+            self._tell("time_replay", live, shape)
         return self.graphs.seconds(live, shape)
+
+    def time_replay(self, live: int, shape: StepShape) -> None:
+        """Take part in what the first rank times."""
+        assert self.graphs is not None
+        self.graphs.seconds(live, shape)
 
     def bind(self, requests: Sequence[Request]) -> None:
         """Make a row of the device state each request's own, and bring the page table up to date."""
+        admissions: list[Admission] = []
         rows: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
         for request in requests:
             if not request.bound:
-                self._admit(request)
+                admissions.append(self._admit(request))
             known, held = self._synced[request.row], len(request.pages)
             if known < held:
                 rows += [request.row] * (held - known)
                 columns += range(known, held)
                 pages += request.pages[known:]
                 self._synced[request.row] = held
-        if rows:
-            self.state.set_page_entries(rows, columns, pages)
+        if rows or admissions:
+            self._everywhere("place", admissions, rows, columns, pages)
 
-    def _admit(self, request: Request) -> None:
-        self.state.admit(request.row, request.params, request.seed, request.end_ids)
+    def _admit(self, request: Request) -> Admission:
         self.state.edits.pop(request.row, None)
         if request.params.edits_logits:
             grammar = request.grammar.begin(request.end_ids) if request.grammar is not None else None
@@ -129,31 +192,68 @@ class Worker:
             edits.commit(request.output)
             self.state.edits[request.row] = edits
         self._synced[request.row] = 0
-        anchor = request.tokens[-1]
-        self.state.set_anchor(request.row, request.length - 1, anchor, request.remaining, not request.output)
         request.bound = True
+        anchor = request.length - 1, request.tokens[-1], request.remaining, not request.output
+        return Admission(request.row, request.params, request.seed, request.end_ids, anchor)
+
+    def place(
+        self, admissions: Sequence[Admission], rows: Sequence[int], columns: Sequence[int], pages: Sequence[int]
+    ) -> None:
+        """Requests that start on their rows, then page_table[rows, columns] = pages. On every rank."""
+        for one in admissions:
+            self.state.admit(one.row, one.params, one.seed, one.end_ids)
+            self.state.set_anchor(one.row, *one.anchor)
+        if rows:
+            self.state.set_page_entries(rows, columns, pages)
+
+    def _everywhere(self, name: str, *arguments: Any) -> Any:
+        """A method of this worker, here and on the other ranks."""
+        self._tell(name, *arguments)
+        return getattr(self, name)(*arguments)
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        if self.crew is not None:
+            self.crew.tell(self.number, name, *arguments)
 
     @property
     def vocab_size(self) -> int:
         """Tokens of the target's head."""
         return self.models.target.config.decoder.vocab_size
 
-    def prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Put chunks through the target; hidden rows [length, H] of each."""
+    @guarded
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Put chunks through the target."""
         self.bind([chunk.request for chunk in chunks])
-        if self.prefills is not None:
-            return self.prefills.run(chunks)
         ids = [token for chunk in chunks for token in chunk.tokens]
-        hidden = prefill(self.state, self.models, self._integers(ids), self._prefill_batch(chunks))
-        return list(hidden.split([chunk.length for chunk in chunks]))
+        self._everywhere("run_prefill", ids, [(chunk.request.row, chunk.start, chunk.length) for chunk in chunks])
 
-    def _prefill_batch(self, chunks: Sequence[Chunk]) -> RaggedBatch:
-        lengths = [chunk.length for chunk in chunks]
+    def run_prefill(self, ids: Sequence[int], pieces: Sequence[Piece]) -> None:
+        """Token ids of all pieces through the target. On every rank."""
+        if self.prefills is not None:
+            self._hidden = self.prefills.run(ids, pieces)
+            return
+        hidden = prefill(self.state, self.models, self._integers(ids), self._prefill_batch(pieces))
+        self._hidden = list(hidden.split([length for _, _, length in pieces]))
+
+    @guarded
+    def score(self, chunk: int, first: int, ids: Sequence[int], count: int) -> RowLogprobs:
+        """Log-probabilities of tokens `ids` after rows first, first + 1, … of a chunk of the last prefill, and `count`
+        alternatives of each."""
+        return self._everywhere("run_score", chunk, first, ids, count)
+
+    @torch.inference_mode()
+    def run_score(self, chunk: int, first: int, ids: Sequence[int], count: int) -> RowLogprobs:
+        """`score`, on every rank."""
+        logits = self.models.target.logits(self._hidden[chunk][first : first + len(ids)])
+        return logprobs(logits, torch.tensor(ids, device=logits.device), count)
+
+    def _prefill_batch(self, pieces: Sequence[Piece]) -> RaggedBatch:
+        lengths = [length for _, _, length in pieces]
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        lanes = self._integers([chunk.request.row for chunk in chunks])
-        positions = torch.cat([torch.arange(c.start, c.start + c.length, device=self.device) for c in chunks])
+        lanes = self._integers([row for row, _, _ in pieces])
+        positions = torch.cat([torch.arange(start, start + length, device=self.device) for _, start, length in pieces])
         row_lanes = torch.repeat_interleave(lanes, self._integers(lengths), output_size=starts[-1])
         pages = self.state.page_table[row_lanes, positions // PAGE_SIZE].long()
         return RaggedBatch(
@@ -162,33 +262,64 @@ class Worker:
             page_table=self.state.page_table,
             lanes=lanes,
             starts=self._integers(starts),
-            contexts=self._integers([chunk.start for chunk in chunks]),
+            contexts=self._integers([start for _, start, _ in pieces]),
             max_rows=max(lengths),
-            max_context=max(chunk.start + chunk.length for chunk in chunks),
+            max_context=max(start + length for _, start, length in pieces),
             options=self.models.attention,
         )
 
+    @guarded
     def launch(self, requests: Sequence[Request]) -> Launched:
         """Start one decode step for these requests; on a GPU nothing of it is waited for."""
         began = time.perf_counter()
         self.bind(requests)
-        shape = self.policy.shape(len(requests))
+        plan = self._plan(requests)
+        self._tell("follow", plan)
         slot = None if self.ring is None else self.ring.take()
         if slot is not None:
             slot.begin()
-        if self.graphs is not None and not any(request.params.needs_host for request in requests):
+        if plan.captured:
             assert slot is not None
-            all_greedy = all(request.params.greedy for request in requests)
-            slot.end(self.graphs.run([request.row for request in requests], shape, all_greedy))
-            return Launched(list(requests), shape, None, slot, time.perf_counter() - began)
-        result = decode_step(self.state, self._workspace(requests, shape), shape, self.models, self.policy)
+            slot.end(self._replay(plan))
+            return Launched(list(requests), plan.shape, None, slot, time.perf_counter() - began)
+        work = plan.workspace(self.device)
+        wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
+        work.logprobs = max(wanted) if wanted else None
+        work.edited = tuple(lane for lane, request in enumerate(requests) if request.params.edits_logits)
+        result = decode_step(self.state, work, plan.shape, self.models, self.policy)
         if slot is not None:
             slot.end(Outputs.pack(result))
         return Launched(list(requests), result.shape, result, slot, time.perf_counter() - began)
 
+    def follow(self, plan: StepPlan) -> None:
+        """The step that the first rank launches, on the others: its results are read there."""
+        if plan.captured:
+            self._replay(plan)
+        else:
+            decode_step(self.state, plan.workspace(self.device), plan.shape, self.models, self.policy)
+
+    def _replay(self, plan: StepPlan) -> Outputs:
+        assert self.graphs is not None
+        return self.graphs.run(plan.rows, plan.shape, plan.all_greedy)
+
+    def _plan(self, requests: Sequence[Request]) -> StepPlan:
+        shape, width = self.policy.shape(len(requests)), self.policy.width
+        return StepPlan(
+            rows=[request.row for request in requests],
+            shape=shape,
+            captured=self.graphs is not None and not any(request.params.needs_host for request in requests),
+            all_greedy=all(request.params.greedy for request in requests),
+            reach=max(request.longest(width) for request in requests) + shape.width,
+            late=any(request.in_flight for request in requests),
+            compared=not any(request.params.edits_logits for request in requests),
+        )
+
+    @guarded
     def collect(self, launched: Launched) -> Decoded:
         """The results of a step, waited for."""
         result, slot = launched.result, launched.slot
+        if self.crew is not None:
+            self.crew.check_agreement()
         if slot is not None:
             host, seconds = slot.read(len(launched.requests))
             timed = launched.seconds if seconds is None else seconds
@@ -199,17 +330,12 @@ class Worker:
         accepted, slots = result.accepted.tolist(), result.slots.tolist()
         return Decoded(tokens, accepted, slots, launched.shape, result.draft, launched.seconds, result)
 
-    def _workspace(self, requests: Sequence[Request], shape: StepShape) -> Workspace:
-        """Of an eager step, of just these requests."""
-        width = self.policy.width
-        longest = max(request.longest(width) for request in requests)
-        work = Workspace.of([request.row for request in requests], longest + shape.width, self.device)
-        work.all_greedy = all(request.params.greedy for request in requests)
-        wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
-        work.logprobs = max(wanted) if wanted else None
-        work.edited = tuple(lane for lane, request in enumerate(requests) if request.params.edits_logits)
-        work.late = any(request.in_flight for request in requests)
-        return work
+    def learn(self, outcome: StepOutcome) -> None:
+        """Give the policy the outcome of a step. What it learns counts on the first rank; the others learn it too where
+        what they would decide is compared."""
+        if self.models.ranks.differing is not None:
+            self._tell("learn", outcome)
+        self.policy.observe(outcome)
 
     def commit_edits(self, request: Request, tokens: Sequence[int]) -> None:
         """Tell a request's logit edits what was emitted."""
@@ -222,11 +348,13 @@ class Worker:
         (weights of the one have left the processor's caches when the other runs)."""
         width = self.policy.width
         draft: Callable[[], object] = self._draft_pass(1, width) if width > 1 else _nothing
+        self._tell("measure_verify", rows)
         return _typical(self._verify_pass(rows), draft)
 
     def measure_draft(self, rows: int) -> float:
         """Seconds of drafting `rows` rows in blocks of the policy's width (fewer rows: one block), on scratch, right
         after a target pass."""
+        self._tell("measure_draft", rows)
         width = min(max(rows, 2), self.policy.width)
         return _typical(self._draft_pass(max(rows // width, 1), width), self._verify_pass(1))
 
@@ -259,6 +387,11 @@ class Worker:
 
 def _nothing() -> None:
     return
+
+
+def _one(rows: int) -> float:
+    """Seconds of anything, where nobody asks in earnest."""
+    return 1.0
 
 
 @torch.inference_mode()

@@ -29,7 +29,11 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.packed, self.deterministic)
+        return self.apply_weight(x, self.bias)
+
+    def apply_weight(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [R, in_features] times the weight, plus `bias` if given."""
+        return linear(x, self.weight, bias, self.packed, self.deterministic)
 
     def pack(self) -> None:
         """Keep a second copy of the weight for the CPU kernel, where that kernel is at hand; see kernels/native."""

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dscale.config import DecoderConfig, InputError, require
+from dscale.models.shares import Share, stacked
 
 Pieces = dict[str, tuple[str, ...]]  # parameter of ours → checkpoint tensors, stacked along the first dimension
 
@@ -123,25 +124,31 @@ def piece_rows(parameter: str, pieces: tuple[str, ...], total: int, config: Deco
 
 
 def load_parameters(
-    model: nn.Module, pieces: Pieces, source: TensorSource, config: DecoderConfig, dtype: torch.dtype, device: str
+    model: nn.Module,
+    pieces: Pieces,
+    source: TensorSource,
+    share: Share,
+    dtype: torch.dtype,
+    device: str,
+    whole: nn.Module | None = None,
 ) -> None:
-    """Fill a model built on the meta device from a source, cast to dtype, on device.
+    """Fill a model built on the meta device from a source, cast to dtype, on device, with this rank's share of it.
 
-    InputError for a missing tensor, a wrong shape, or a weight in the source that the model would leave out.
+    whole: the undivided model on the meta device, where the share is not all of it. InputError for a missing tensor, a
+    wrong shape, or a weight in the source that the model would leave out.
     """
-    problems = tensor_problems(model, pieces, source, config)
+    problems = tensor_problems(whole or model, pieces, source, share.whole)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     require(not problems, f"{source.name}: {problems[0] if problems else ''}{more}")
     for parameter, names in pieces.items():
-        module_path, _, attribute = parameter.rpartition(".")
-        value = nn.Parameter(_stacked(source, names, dtype, device), requires_grad=False)
-        setattr(model.get_submodule(module_path), attribute, value)
+        parts = share.cut(parameter, [source.read(name) for name in names])
+        put_parameter(model, parameter, stacked(parts, dtype, device))
 
 
-def _stacked(source: TensorSource, names: tuple[str, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Pieces in one tensor. A single piece that needs no cast stays the mapped file, which costs no time or memory."""
-    parts = [source.read(name).to(device, dtype) for name in names]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def put_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Make a tensor, without gradient, a parameter of the model."""
+    module_path, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module_path), attribute, nn.Parameter(value, requires_grad=False))
 
 
 def tensor_problems(model: nn.Module, pieces: Pieces, source: TensorSource, config: DecoderConfig) -> list[str]:

@@ -17,6 +17,7 @@ from dscale.kernels.native.stack import NativeStack
 from dscale.kernels.norm import add_rms_norm, rms_norm
 from dscale.layers.attention import Attention, HeadNorms, PagedAttention
 from dscale.layers.linear import Linear
+from dscale.layers.ranks import ALONE, JoinedHead, Ranks, SummedLinear
 
 
 class Norm(nn.Module):
@@ -35,20 +36,28 @@ class Norm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP, projections fused: qkv is [q | k | v], gate_up is [gate | up]."""
+    """Pre-norm attention and gated MLP, projections fused: qkv is [q | k | v], gate_up is [gate | up].
 
-    def __init__(self, config: DecoderConfig) -> None:
+    ranks: those that share the layer; config then has the heads and the inner size of this rank.
+    """
+
+    def __init__(self, config: DecoderConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
+
+        def writes(inputs: int, bias: bool) -> Linear:
+            """A projection into the residual stream."""
+            return SummedLinear(inputs, h, bias, ranks) if ranks.size > 1 else Linear(inputs, h, bias)
+
         h, d, inner = config.hidden_size, config.head_dim, config.intermediate_size
         heads, kv = config.num_heads, config.num_kv_heads
         self.input_norm = Norm(h, config.norm_eps)
         self.qkv = Linear(h, (heads + 2 * kv) * d, bias=config.qkv_bias)
         self.q_norm = Norm(d, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(d, config.norm_eps) if config.qk_norm else None
-        self.output = Linear(heads * d, h, bias=config.output_bias)
+        self.output = writes(heads * d, config.output_bias)
         self.post_norm = Norm(h, config.norm_eps)
         self.gate_up = Linear(h, 2 * inner, bias=config.mlp_bias)
-        self.down = Linear(inner, h, bias=config.mlp_bias)
+        self.down = writes(inner, config.mlp_bias)
 
     def head_norms(self) -> HeadNorms:
         """Weights of the per-head norms, None where the family has none."""
@@ -82,15 +91,17 @@ class DecoderStack(nn.Module):
 
     native: NativeStack | None = None
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.config = config
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.config, self.ranks = config, ranks
+        self.layers = nn.ModuleList(DecoderLayer(config, ranks) for _ in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.norm_eps)
 
     def pack(self) -> None:
         """Hand all packed layers to the CPU kernel that runs them in one call. Call after their linears are packed."""
         config, blocks = self.config, self.blocks
+        if self.ranks.size > 1:  # sums over ranks come between its parts
+            return
         if not all(linear.packed is not None for block in blocks for linear in block.linears().values()):
             return
         causal = [int(one) for one in config.causal_layers] or [-1] * config.num_layers
@@ -130,17 +141,28 @@ class DecoderStack(nn.Module):
 
 
 class Target(nn.Module):
-    """A target model: embedding, decoder, LM head (tied to the embedding or its own)."""
+    """A target model: embedding, decoder, LM head (tied to the embedding or its own).
 
-    def __init__(self, config: TargetConfig) -> None:
+    ranks: those that share it, with config as of DecoderLayer; the embedding is whole on each.
+    """
+
+    def __init__(self, config: TargetConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config = config
         decoder = config.decoder
-        self.embedding = nn.Parameter(torch.empty(decoder.vocab_size, decoder.hidden_size))
-        self.stack = DecoderStack(decoder)
-        self.head = Linear(decoder.hidden_size, decoder.vocab_size)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding
+        hidden, vocabulary = decoder.hidden_size, decoder.vocab_size
+        self.embedding = nn.Parameter(torch.empty(vocabulary, hidden))
+        self.stack = DecoderStack(decoder, ranks)
+        self.head = JoinedHead(hidden, vocabulary, ranks) if ranks.size > 1 else Linear(hidden, vocabulary)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head the embedding, or this rank's rows of it, where the config says so."""
+        if self.config.tie_embeddings:
+            head, rows = self.head, self.embedding
+            if isinstance(head, JoinedHead):
+                rows = nn.Parameter(rows[head.held.start : head.held.stop], requires_grad=False)
+            head.weight = rows
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [...] → embeddings [..., H]."""

@@ -16,19 +16,23 @@ from dscale.kernels.norm import rms_norm_torch
 from dscale.kernels.rotary import write_context
 from dscale.layers.attention import Attention, head_shape
 from dscale.layers.linear import Linear
+from dscale.layers.ranks import ALONE, Ranks
 from dscale.models.decoder import DecoderLayer, DecoderStack, Norm
 
 
 class Drafter(nn.Module):
-    """fc, hidden_norm and a bidirectional decoder stack; embedding and LM head are the target's."""
+    """fc, hidden_norm and a bidirectional decoder stack; embedding and LM head are the target's.
 
-    def __init__(self, config: DrafterConfig) -> None:
+    ranks: those that share the stack, with config as of DecoderLayer; fc is whole on each.
+    """
+
+    def __init__(self, config: DrafterConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config = config
         h = config.decoder.hidden_size
         self.fc = Linear(len(config.taps) * h, h)
         self.hidden_norm = Norm(h, config.decoder.norm_eps)
-        self.stack = DecoderStack(config.decoder)
+        self.stack = DecoderStack(config.decoder, ranks)
         self.context_projection: Linear | None = None
 
     def context(self, taps: Tensor) -> Tensor:

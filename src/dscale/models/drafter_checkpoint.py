@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dscale.config import DrafterConfig, InputError, require
+from dscale.layers.ranks import ALONE, Ranks, head_rows
 from dscale.models.checkpoint import (
     Pieces,
     SafetensorsCheckpoint,
@@ -26,6 +27,7 @@ from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_config import DrafterReading, check_fits, read_drafter_config, write_drafter_config
 from dscale.models.loader import LoadedTarget, resolve_path
+from dscale.models.shares import Share, undivided
 
 EMBEDDING_COPIES = ("embed_tokens.weight", "model.embed_tokens.weight")
 HEAD_COPIES = ("lm_head.weight",)
@@ -84,8 +86,10 @@ def load_drafter(
     dtype: torch.dtype,
     device: str = "cpu",
     layout: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Drafter:
-    """Load a drafter for a target, checked against it, with its context projection prepared.
+    """Load a drafter for a target, checked against it, with its context projection prepared; of several ranks each
+    loads its share (all of it where the heads cannot be dealt out).
 
     layout overrides the checkpoint's anchor layout. The layout in force is printed on stderr, because a wrong one makes
     no error, only bad drafts. InputError when anything is missing, contradictory or does not fit.
@@ -100,18 +104,29 @@ def load_drafter(
     source = DrafterTensors(folder)
     _check_copies(source, model, str(path))
     check_target_hashes(config, model, str(path))
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    load_parameters(drafter, drafter_pieces(config), source, config.decoder, dtype, device)
+    drafter, share, whole = empty_drafter(config, ranks)
+    load_parameters(drafter, drafter_pieces(config), source, share, dtype, device, whole)
     drafter.eval().requires_grad_(False)
     drafter.prepare()
-    print(f"drafter {path}: anchor layout {config.layout} ({reading.layout_reason})", file=sys.stderr)
+    if ranks.leads:
+        print(f"drafter {path}: anchor layout {config.layout} ({reading.layout_reason})", file=sys.stderr)
     return drafter
+
+
+def empty_drafter(config: DrafterConfig, ranks: Ranks) -> tuple[Drafter, Share, Drafter]:
+    """On the meta device: a rank's Drafter, its share, and the whole Drafter. Where the heads cannot be dealt out every
+    rank has the whole one."""
+    share = Share.of(config.decoder, ranks) or undivided(config.decoder)
+    with torch.device("meta"):
+        whole = Drafter(config)
+        alone = share.ranks.size == 1
+        drafter = whole if alone else Drafter(replace(config, decoder=share.local), ranks)
+    return drafter, share, whole
 
 
 def _check_copies(source: DrafterTensors, target: Target, where: str) -> None:
     """Embedding and head come from the target; a copy in the file must be that very tensor."""
-    for names, own in ((EMBEDDING_COPIES, target.embedding), (HEAD_COPIES, target.head.weight)):
+    for names, own in ((EMBEDDING_COPIES, target.embedding), (HEAD_COPIES, head_rows(target.head))):
         name = source.copy_of(names)
         if name is None:
             continue
@@ -138,13 +153,18 @@ def target_hashes(target: LoadedTarget | Target) -> dict[str, str]:
     Enough to tell a target's weights from its fine-tuned or re-quantised relatives, and cheap enough for every load.
     """
     model = target.model if isinstance(target, LoadedTarget) else target
-    first = model.stack.layers[0].qkv.weight  # type: ignore[union-attr]
-    queries = model.config.decoder.num_heads * model.config.decoder.head_dim
     chosen = {
-        "model.layers.0.self_attn.q_proj.weight": first[:queries],  # type: ignore[index]
+        "model.layers.0.self_attn.q_proj.weight": _first_queries(model),
         "model.norm.weight": model.stack.norm.weight,
     }
     return {name: tensor_hash(tensor.to(torch.bfloat16)) for name, tensor in chosen.items()}
+
+
+def _first_queries(model: Target) -> Tensor:
+    """The query projection [heads · d, H] of layer 0, of all ranks."""
+    decoder, ranks = model.config.decoder, model.stack.ranks
+    own = model.stack.blocks[0].qkv.weight[: decoder.num_heads * decoder.head_dim].detach()
+    return own if ranks.size == 1 else ranks.stack_rows(own)
 
 
 def check_target_hashes(config: DrafterConfig, target: Target, where: str) -> None:

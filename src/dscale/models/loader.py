@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dscale.config import InputError, TargetConfig, require
+from dscale.layers.ranks import ALONE, Ranks
 from dscale.models.aliases import ALIASES, alias_folder, shipped_drafter, shipped_predictor
 from dscale.models.bundle import Bundle, is_bundle, read_bundle
 from dscale.models.checkpoint import SafetensorsCheckpoint, load_parameters, read_json
@@ -15,6 +16,7 @@ from dscale.models.decoder import Target
 from dscale.models.families import target_config, target_pieces
 from dscale.models.gguf_reader import GGUFCheckpoint, gguf_config
 from dscale.models.gguf_tokenizer import gguf_tokenizer
+from dscale.models.shares import Share, undivided
 from dscale.models.tokenizer import Tokenizer
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -34,6 +36,7 @@ def own_predictor(bundle: Bundle | None, alias: str | None) -> Path | None:
 class LoadedTarget:
     """A target ready to run. name is what the user gave; alias and bundle are set when that was such a thing.
 
+    config: of the whole target, also where the model is one rank's share of it (whose config is the model's own).
     own_tokenizer: None for models of random weights, whose prompts are token ids.
     """
 
@@ -62,8 +65,9 @@ class LoadedTarget:
         return own_predictor(self.bundle, self.alias)
 
 
-def load_target(source: str, dtype: torch.dtype, device: str = "cpu") -> LoadedTarget:
-    """Load a target and its tokenizer, weights cast to dtype on device, in eval mode without gradients.
+def load_target(source: str, dtype: torch.dtype, device: str = "cpu", ranks: Ranks = ALONE) -> LoadedTarget:
+    """Load a target and its tokenizer, weights cast to dtype on device, in eval mode without gradients; of several
+    ranks each loads its share (shares.py).
 
     source: a Hugging Face folder, a .gguf file, an alias (see aliases.ALIASES), a hub id `owner/name`, a bundle, or
     random:SHAPE (see shapes.py). InputError in one line for anything missing, truncated or not supported.
@@ -71,9 +75,9 @@ def load_target(source: str, dtype: torch.dtype, device: str = "cpu") -> LoadedT
     from dscale.models.shapes import is_shape, random_shape
 
     if is_shape(source):
-        return random_shape(source, dtype, device)
+        return random_shape(source, dtype, device, ranks=ranks)
     opened = open_target(source)
-    model = build_target(opened.config, opened.tensors, dtype, device)
+    model = build_target(opened.config, opened.tensors, dtype, device, ranks)
     return LoadedTarget(model, opened.config, opened.tokenizer(), source, opened.alias, opened.bundle)
 
 
@@ -144,15 +148,26 @@ def folder_config(folder: Path) -> TargetConfig:
 
 
 def build_target(
-    config: TargetConfig, source: SafetensorsCheckpoint | GGUFCheckpoint, dtype: torch.dtype, device: str
+    config: TargetConfig,
+    source: SafetensorsCheckpoint | GGUFCheckpoint,
+    dtype: torch.dtype,
+    device: str,
+    ranks: Ranks = ALONE,
 ) -> Target:
     """A Target filled from a source. Weights are cast; the rotary table is never part of the model."""
-    with torch.device("meta"):
-        model = Target(config)
-    load_parameters(model, target_pieces(config), source, config.decoder, dtype, device)
-    if config.tie_embeddings:
-        model.head.weight = model.embedding
+    model, share, whole = empty_target(config, ranks, source.name)
+    load_parameters(model, target_pieces(config), source, share, dtype, device, whole)
+    model.tie()
     return model.eval().requires_grad_(False)
+
+
+def empty_target(config: TargetConfig, ranks: Ranks, name: str) -> tuple[Target, Share, Target]:
+    """On the meta device: a rank's Target, its share, and the whole Target (the same one where nothing is shared)."""
+    share = undivided(config.decoder) if ranks.size == 1 else Share.must(config.decoder, ranks, name)
+    with torch.device("meta"):
+        whole = Target(config)
+        model = whole if ranks.size == 1 else Target(replace(config, decoder=share.local), ranks)
+    return model, share, whole
 
 
 def random_target(config: TargetConfig, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
@@ -168,6 +183,5 @@ def random_target(config: TargetConfig, seed: int, dtype: torch.dtype = torch.fl
         owner, _, attribute = name.rpartition(".")
         filled = torch.nn.Parameter(value.to(device, dtype), requires_grad=False)
         setattr(model.get_submodule(owner), attribute, filled)
-    if config.tie_embeddings:
-        model.head.weight = model.embedding
+    model.tie()
     return model.eval().requires_grad_(False)

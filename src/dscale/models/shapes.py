@@ -13,13 +13,16 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dscale.config import AnchorLayout, DecoderConfig, DrafterConfig, RopeConfig, TargetConfig, require
-from dscale.models.decoder import Target
+from dscale.layers.ranks import ALONE, Ranks
+from dscale.models.checkpoint import piece_rows, put_parameter
 from dscale.models.drafter import Drafter
+from dscale.models.drafter_checkpoint import empty_drafter
 from dscale.models.drafter_config import default_taps
-from dscale.models.loader import LoadedTarget
+from dscale.models.loader import LoadedTarget, empty_target
+from dscale.models.shares import Share, stacked
 
 PREFIX = "random:"
 HEAD_SCALE = 2.0
@@ -54,17 +57,18 @@ def is_shape(source: str) -> bool:
     return source.startswith(PREFIX)
 
 
-def random_shape(source: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> LoadedTarget:
-    """The target "random:NAME" of SHAPES, without a tokenizer; InputError for other names."""
+def random_shape(
+    source: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0, ranks: Ranks = ALONE
+) -> LoadedTarget:
+    """The target "random:NAME" of SHAPES, without a tokenizer; InputError for other names. Of several ranks each draws
+    the weights of all and keeps its share."""
     name = source.removeprefix(PREFIX)
     known = ", ".join(PREFIX + one for one in SHAPES)
     require(name in SHAPES, f"{source}: no such shape; allowed are {known}")
     config = SHAPES[name]
-    with torch.device("meta"):
-        model = Target(config)
-    fill(model, config.decoder.num_layers, dtype, device, seed)
-    if config.tie_embeddings:
-        model.head.weight = model.embedding
+    model, share, whole = empty_target(config, ranks, source)
+    fill(model, config.decoder.num_layers, dtype, device, seed, share, whole)
+    model.tie()
     return LoadedTarget(model.eval().requires_grad_(False), config, None, source)
 
 
@@ -86,27 +90,48 @@ def drafter_shape(target: TargetConfig) -> DrafterConfig:
     )
 
 
-def random_drafter_of(target: TargetConfig, dtype: torch.dtype, device: str = "cpu", seed: int = 1) -> Drafter:
-    """A drafter of `drafter_shape` with random weights, prepared."""
-    with torch.device("meta"):
-        drafter = Drafter(drafter_shape(target))
-    fill(drafter, drafter.config.decoder.num_layers, dtype, device, seed)
+def random_drafter_of(
+    target: TargetConfig, dtype: torch.dtype, device: str = "cpu", seed: int = 1, ranks: Ranks = ALONE
+) -> Drafter:
+    """A drafter of `drafter_shape` with random weights, prepared; target: the whole one's config."""
+    config = drafter_shape(target)
+    drafter, share, whole = empty_drafter(config, ranks)
+    fill(drafter, config.decoder.num_layers, dtype, device, seed, share, whole)
     drafter.eval().requires_grad_(False)
     drafter.prepare()
     return drafter
 
 
-def fill(model: nn.Module, layers: int, dtype: torch.dtype, device: str, seed: int) -> None:
-    """Replace a model's parameters on the meta device by random ones, drawn on the device one after the other."""
+def fill(
+    model: nn.Module,
+    layers: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    share: Share | None = None,
+    whole: nn.Module | None = None,
+) -> None:
+    """Replace a model's parameters on the meta device by random ones, drawn on the device one after the other.
+
+    share: what of the undivided model on the meta device, `whole`, is kept of each as soon as it is drawn.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in list(model.named_parameters()):
+    for name, parameter in list((whole or model).named_parameters()):
         value = torch.empty(parameter.shape, dtype=dtype, device=device)
         if parameter.dim() == 1:
             value.fill_(1.0 if "norm" in name else 0.0)
         else:
             value.normal_(0.0, _scale(name, parameter.shape[-1], layers), generator=generator)
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(value, requires_grad=False))
+        if share is not None and share.ranks.size > 1:
+            value = _kept(name, value, share, dtype, device)
+        put_parameter(model, name, value)
+
+
+def _kept(name: str, value: Tensor, share: Share, dtype: torch.dtype, device: str) -> Tensor:
+    """This rank's slice of a stacked parameter, in memory of its own."""
+    parts = ("q", "k", "v") if ".qkv." in name else ("gate", "up") if ".gate_up." in name else ("all",)
+    rows = piece_rows(name, parts, value.shape[0], share.whole)
+    return stacked(share.cut(name, value.split(rows)), dtype, device).clone()
 
 
 def _scale(name: str, inputs: int, layers: int) -> float:

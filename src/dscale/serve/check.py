@@ -6,18 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from dscale.config import InputError, require
+from dscale.engine.crew import devices_for
 from dscale.engine.llm import resolve_device
+from dscale.layers.ranks import Ranks
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.models.inspection import inspect_checkpoint
 from dscale.models.loader import OpenedTarget, open_target, own_drafter, own_predictor
+from dscale.models.shares import Share
 from dscale.serve.settings import ServerSettings
 from dscale.speculation.predictor import read_config
 
 
 def check_settings(settings: ServerSettings) -> dict[str, Any]:
     """What would be served; InputError in one line for the first thing that would not work."""
-    resolve_device(settings.device)
+    device, size = resolve_device(settings.device), settings.tensor_parallel
+    devices_for(size, device)
     opened = open_target(settings.model)
+    Share.must(opened.config.decoder, Ranks(0, size), settings.model)
     source = str(opened.bundle.target) if opened.bundle else settings.model
     _sound(settings.model, inspect_checkpoint(source))
     limit = opened.config.decoder.max_position

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dscale.config import SpeculationConfig, require
+from dscale.layers.ranks import head_rows
 from dscale.models.decoder import Target
 from dscale.speculation.auto import Auto
 from dscale.speculation.budget import allocate_exact, allocate_seeded
@@ -36,7 +37,7 @@ def scorer_for(config: SpeculationConfig, predictor: Predictor | None, width: in
 def projections_for(predictor: Predictor, target: Target) -> FeatureProjections | None:
     """The fixed projections a predictor's features need, or None when it reads the confidence features alone."""
     config = predictor.config
-    return FeatureProjections.build(target.head.weight, config.projection_seed) if config.projects else None
+    return FeatureProjections.build(head_rows(target.head), config.projection_seed) if config.projects else None
 
 
 def build_policy(

@@ -15,6 +15,7 @@ from torch import Tensor
 from dscale.kernels.attention import RaggedBatch
 from dscale.kernels.top_logits import argmax
 from dscale.layers.attention import PagedAttention
+from dscale.speculation.agreement import size_and_lengths
 from dscale.speculation.commit import commit
 from dscale.speculation.edits import apply_edits
 from dscale.speculation.packing import Packed, PackedRows, pack_rows
@@ -52,8 +53,8 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     draft = draft_block(state, work, shape, models, policy, context, anchor, live)  # drafts (N, W-1), q of §2
     if state.simulation is not None:
         draft = state.simulation.believe(draft, state.seed[lanes], context)
-    shape = policy.resize(draft, shape, live)
-    k = policy.lengths(draft, shape, live)  # q by the predictor, then the shared budget (§2)
+    # q by the predictor, then the shared budget (§2).
+    shape, k = size_and_lengths(models.ranks, policy, draft, shape, live)
     # Flat rows, sentinels at the end (§2 Packing).
     packed, rows = pack_rows(k, shape.rows, anchor, draft.tokens, context, state.page_table, lanes)
 
@@ -62,6 +63,8 @@ def decode_step(state: DeviceState, work: Workspace, shape: StepShape, models: M
     y = choose(logits, state, work, packed, batch, draft)  # y ~ P at every row (§3)
     if state.simulation is not None:
         y = state.simulation.rewrite(y, draft, packed, logits.shape[1])
+    if models.ranks.size > 1:
+        y = models.ranks.agree(y, work.compared)
 
     write_draft_context(models, taps, batch)
     outcome, emitted, finished = commit(state, lanes, context, draft.tokens, k, y, packed.starts)

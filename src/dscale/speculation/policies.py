@@ -75,6 +75,7 @@ class Policy(ABC):
 
     name: str
     width: int = 1  # of the blocks it drafts; 1: it drafts nothing
+    resizes: bool = False  # whether `resize` may change a step's rows
 
     @abstractmethod
     def shape(self, live: int) -> StepShape:

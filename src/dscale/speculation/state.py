@@ -11,6 +11,7 @@ from torch import Tensor
 from dscale.config import PAGE_SIZE, DecoderConfig, SamplingParams
 from dscale.kernels import triton
 from dscale.kernels.attention import AttentionOptions
+from dscale.layers.ranks import ALONE, Ranks
 from dscale.layers.rotary import rotary_table
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
@@ -24,7 +25,10 @@ MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
 
 @dataclass
 class Models:
-    """Target and drafter with rotary tables and paged caches [layers, 2, pages, kv, page, d] under one page table."""
+    """Target and drafter with rotary tables and paged caches [layers, 2, pages, kv, page, d] under one page table.
+
+    ranks: those that share them; a rank's caches hold its own key/value heads.
+    """
 
     target: Target
     target_table: Tensor
@@ -33,6 +37,7 @@ class Models:
     draft_table: Tensor | None = None
     draft_cache: Tensor | None = None
     attention: AttentionOptions = field(default_factory=AttentionOptions)
+    ranks: Ranks = ALONE
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -52,7 +57,7 @@ class Models:
             return rotary_table(config.rope, config.head_dim, positions, device)
 
         decoder = target.config.decoder
-        models = cls(target, table(decoder), cache(decoder))
+        models = cls(target, table(decoder), cache(decoder), ranks=target.stack.ranks)
         if drafter is not None:
             models.drafter = drafter
             models.draft_table = table(drafter.config.decoder)

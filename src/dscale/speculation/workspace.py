@@ -47,7 +47,7 @@ class Workspace:
     lanes int64 [N] maps lanes to state rows; live bool [N]. max_context bounds, on the host, a lane's committed length
     plus its block. logprobs: alternatives wanted per token, None when nobody asks. edited: lanes with logit edits.
     late: results of an earlier step may not have been read yet, so a lane may have ended without the host's knowing.
-    arrivals: of RaggedBatch.
+    arrivals: of RaggedBatch. compared: of several ranks, all draw the same tokens (edits are known to the first alone).
     """
 
     lanes: Tensor
@@ -58,6 +58,7 @@ class Workspace:
     edited: tuple[int, ...] = ()
     late: bool = False
     arrivals: Tensor | None = None
+    compared: bool = True
 
     @property
     def count(self) -> int:
