@@ -218,7 +218,7 @@ class EngineConfig:
         require(self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel} must be at least 1")
         require(
             self.tensor_parallel == 1 or not self.deterministic,
-            f"deterministic: not with tensor_parallel {self.tensor_parallel}, whose sums over ranks have no fixed order",
+            f"deterministic: not with tensor_parallel {self.tensor_parallel}, which adds up in no fixed order",
         )
         require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
         require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
