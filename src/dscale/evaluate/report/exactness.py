@@ -8,13 +8,15 @@ from dscale.evaluate.report.blocks import Block, Card, Cards, Figure, Listing, S
 from dscale.evaluate.report.figures import Line, draw_lines, panel
 
 Record = dict[str, Any]
+SIDE_BY_SIDE = 5  # certificates of a table by offset, so that it fits a printed page
 
 
 def certificates(key: str, name: str, record: Record) -> list[Section]:
     """Verdicts with their scopes, rates beside their floor, and violations by offset in the block."""
     found = record["certificates"]
     blocks: list[Block] = [Cards(tuple(map(_card, found))), _rates(found)]
-    blocks += [one for one in (_figure(found), _offsets(found)) if one is not None]
+    groups = [found[at : at + SIDE_BY_SIDE] for at in range(0, len(found), SIDE_BY_SIDE)]
+    blocks += [one for one in (_figure(found), *map(_offsets, groups)) if one is not None]
     blocks.append(Text("A certificate holds for its scope and no more:"))
     blocks.append(Listing(tuple(_scope(one) for one in found)))
     told = [f"{label(one)}: {line}" for one in found for line in (*one["reasons"], *one["warnings"])]
