@@ -3,11 +3,13 @@
     python benchmarks/server_speed.py --vllm-python VENV/bin/python --prompts gsm8k.jsonl \\
         --out benchmarks/records/server_speed.json
     python benchmarks/server_speed.py --summary benchmarks/records/server_speed.json        # of a record that is there
-    python benchmarks/server_speed.py --prompts gsm8k.jsonl --num-prompts 4 --runs 1 --concurrency 4     # without vLLM
+    python benchmarks/server_speed.py --prompts gsm8k.jsonl --apart --boots 2 --out overhead.json        # without vLLM
 
 The arms are up at the same time and take turns, A B B A, so that only one is under load at any moment: same weights in
 bfloat16, same requests, greedy, no prefix cache. The engine in process is the one that serves, driven directly. Written
-with dscale.evaluate.bench, so an interrupted record is gone on with.
+with dscale.evaluate.bench, so an interrupted record is gone on with. With --apart each arm is alone on the machine, a
+process of its own for each boot; memory that was idle for minutes can be slow to come back. The arm `whole` asks the
+same server for answers that are not streamed: what is left then is HTTP, chat template and tokenizer.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ def arms(policies: list[str], vllm: bool) -> tuple[Arm, ...]:
     for policy in policies:
         own: dict[str, Any] = {"model": "smollm2-135m", "policy": policy, "dtype": "bfloat16", "max_requests": MOST}
         found.append(Arm(f"served {policy}", "dscale", (*SERVE, policy), policy=policy))
+        whole = {"stream": False}
+        found.append(Arm(f"served {policy}, whole", "dscale", (*SERVE, policy), policy=policy, body=whole))
         found.append(Arm(f"in process {policy}", settings=own | {"max_model_len": LENGTH}))
     return tuple(found)
 
@@ -65,7 +69,8 @@ def measured(args: argparse.Namespace) -> BenchRecord:
         wanted=Wanted(requests=args.num_prompts, warmup=warmup, max_tokens=args.max_tokens),
         concurrency=tuple(args.concurrency),
         runs=args.runs,
-        together=True,
+        boots=args.boots,
+        together=not args.apart,
         start_seconds=600.0,
         target="smollm2-135m",
         here=Path(__file__).resolve().parent,
@@ -84,7 +89,8 @@ def summary(record: BenchRecord) -> list[dict[str, Any]]:
     rows = []
     for (arm, concurrency), cell in found.items():
         vllm = found.get(("vllm", concurrency))
-        inside = found.get((arm.replace("served", "in process"), concurrency)) if arm.startswith("served") else None
+        own = arm.removesuffix(", whole").replace("served", "in process")
+        inside = found.get((own, concurrency)) if arm.startswith("served") else None
         rows.append(row_of(cell, vllm, inside))
     return rows
 
@@ -126,6 +132,8 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--boots", type=int, default=1)
+    parser.add_argument("--apart", action="store_true", help="one arm on the machine at a time")
     parser.add_argument("--summary", type=Path, help="only show what this record says")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--out", type=Path)

@@ -52,6 +52,8 @@ def test_a_real_server_tells_tokens_steps_and_counters(monkeypatch: pytest.Monke
             served = ServedByServer(Server(url, served_model(url)), Manifest("m", requests(5), requests(0)))
             about = served.about()
             measured, counters = served.run(2, None, 0, Watcher())
+            unstreamed = Server(url, served_model(url), {"stream": False})
+            whole = asyncio.run(closed_loop(unstreamed, requests(5), 2, 0.0, Watcher())).rows
     finally:
         client.stop()
     assert (about["engine"], about["policy"]) == ("dscale", "full")
@@ -67,6 +69,9 @@ def test_a_real_server_tells_tokens_steps_and_counters(monkeypatch: pytest.Monke
     assert counters["accepted"] == sum(row.accepted or 0 for row in rows) == sum(counters["accepted_by_position"])
     assert counters["drafted"] == sum(row.drafted or 0 for row in rows)
     assert counters["steps"] <= counters["request_steps"]
+    assert [row.first_token_s for row in whole] == [None] * 5
+    counted = [(row.output_tokens, row.prompt_tokens, row.steps, row.accepted, row.verified) for row in rows]
+    assert [(one.output_tokens, one.prompt_tokens, one.steps, one.accepted, one.verified) for one in whole] == counted
 
 
 def test_closed_loop_keeps_c_requests_running_and_sends_what_is_wanted() -> None:

@@ -17,6 +17,7 @@ from dscale.evaluate.report.blocks import Table
 from dscale.evaluate.report.build import build_report, to_html, write_report
 from dscale.evaluate.report.figures import Line, draw_lines, panel
 from dscale.evaluate.report.runs import step_shares
+from dscale.evaluate.reproducibility import ArmHazard, ReproducibilityRecord
 from dscale.evaluate.statistics import compare, phrase
 from tests.evaluate import bench_records, figure_records
 from tests.evaluate.bench_records import AUTO
@@ -168,11 +169,21 @@ def test_a_refused_certificate_says_where(tmp_path: Path) -> None:
     assert [name for name, _ in figure.legend] == ["full", "full, floor"]
 
 
+def test_reproducibility(tmp_path: Path) -> None:
+    texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    arm = ArmHazard.of("full", 0.0, [texts, [[1, 2, 9, 4], texts[1]]], [[False] * 2] * 2)
+    record = ReproducibilityRecord({}, {}, "dscale reproduce tiny", "tiny", "float32", {}, (arm,), notes=("a note",))
+    report = build_report(written(tmp_path, record), resamples=RESAMPLES)
+    assert "| full | greedy | 1.43e-01 (2.6e-02 … 5.1e-01) | 1 of 2 | 50.0% (9.5 … 90.5) | 7 |" in report.markdown()
+    assert "- a note" in report.markdown()
+    assert not any("Reproducibility" in line for line in report.missing)
+
+
 def test_gpu_records(tmp_path: Path) -> None:
     text = markdown(tmp_path, figure_records.throughput(), figure_records.step())
-    assert "| tiles | + path-aware tiles | 1.15× (1.10 … 1.20) |" in text
-    assert "| dvl | + captured steps | no difference shown (0.97 … 1.05) |" in text
-    assert "c = 8: auto: time is up" in text
+    assert "| tiles | path-aware tiles, whole blocks, no graphs | 1.15× (1.10 … 1.20) |" in text
+    assert "| dvl | path-aware tiles, 8 rows a request, captured steps | no difference shown (0.97 … 1.05) |" in text
+    assert "c = 8, time is up: auto" in text
     assert "| dvl@8 | 8 | 64 | 8.50 | 8.00 | 5.00 | 1.70× | 3.0% | 6.0% |" in text
 
 
@@ -240,6 +251,8 @@ def test_columns_of_numbers() -> None:
     [
         ([], "no record but a list"),
         ({"kind": "manifest", "schema": 1}, "unknown record (kind 'manifest', schema 1)"),
+        ({"schema": ["x"]}, "unknown record"),
+        (figure_records.step() | {"rows": [figure_records.step()["rows"][0] | {"name": 3}]}, "damaged record"),
         ({"schema": "dscale.costs/1"}, "unknown record (kind None, schema 'dscale.costs/1')"),
         ({"kind": "bench", "schema": 2}, "bench of schema 2; this version reads 1"),
         ({"kind": "bench", "schema": 1, "runs": []}, "damaged record of dscale bench: it has no 'row_fields'"),

@@ -69,8 +69,8 @@ class Server:
                                  trust_env=False)  # fmt: skip
 
     def body(self, request: BenchRequest, temperature: float) -> dict[str, Any]:
-        """What is posted."""
-        return {
+        """What is posted. An arm whose body says `stream = false` gets its answers whole."""
+        body = {
             "model": self.model,
             "messages": list(request.messages),
             "max_tokens": request.max_tokens,
@@ -80,6 +80,9 @@ class Server:
             "stream_options": {"include_usage": True},
             **self.extra,
         }
+        if not body["stream"]:
+            del body["stream_options"]
+        return body
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,9 @@ class _Load:
             async with self.client.stream("POST", PATH, json=self.server.body(request, self.temperature)) as response:
                 if response.status_code != 200:
                     return f"HTTP {response.status_code}: {_message(await response.aread())}"
+                if "json" in response.headers.get("content-type", ""):
+                    stream.whole(await response.aread())
+                    return None
                 async for data in response.aiter_raw():
                     stream.feed(data)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -217,6 +223,12 @@ class _Stream:
             if line.startswith(b"data:"):
                 self._event(line[5:].strip())
 
+    def whole(self, answer: bytes) -> None:
+        """An answer that was not streamed: there is no time of a first token."""
+        self.events += 1
+        self._ends.append(answer)
+        self._kept.append(answer)
+
     def _event(self, event: bytes) -> None:
         self.events += 1
         if self.first_token_s is None and _has_text(event):
@@ -255,7 +267,7 @@ class _Stream:
         text, reason = "", None
         for event in map(_parsed, self._kept):
             for choice in event.get("choices") or ():
-                text += (choice.get("delta") or {}).get("content") or ""
+                text += (choice.get("delta") or choice.get("message") or {}).get("content") or ""
                 reason = choice.get("finish_reason") or reason
         return len(tokenizer.encode(text, add_special=False)) + 1 if reason == "stop" else otherwise
 

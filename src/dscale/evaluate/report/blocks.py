@@ -18,6 +18,13 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 
+    def __post_init__(self) -> None:
+        """ValueError for a cell that is no text: what should be a name in the record is none."""
+        cells = [*self.columns, *(cell for row in self.rows for cell in row)]
+        wrong = next((cell for cell in cells if not isinstance(cell, str)), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong!r} is no name")
+
     @property
     def numeric(self) -> tuple[bool, ...]:
         """Which columns hold numbers alone, to be set flush right."""

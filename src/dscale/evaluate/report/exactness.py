@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from dscale.evaluate.report.blocks import Block, Card, Cards, Figure, Listing, Section, Table, Text, number
+from dscale.evaluate.report.blocks import Block, Card, Cards, Figure, Listing, Section, Table, Text, number, spanned
 from dscale.evaluate.report.figures import Line, draw_lines, panel
 
 Record = dict[str, Any]
+SIDE_BY_SIDE = 5  # certificates of a table by offset, so that it fits a printed page
 
 
 def certificates(key: str, name: str, record: Record) -> list[Section]:
     """Verdicts with their scopes, rates beside their floor, and violations by offset in the block."""
     found = record["certificates"]
     blocks: list[Block] = [Cards(tuple(map(_card, found))), _rates(found)]
-    blocks += [one for one in (_figure(found), _offsets(found)) if one is not None]
+    groups = [found[at : at + SIDE_BY_SIDE] for at in range(0, len(found), SIDE_BY_SIDE)]
+    blocks += [one for one in (_figure(found), *map(_offsets, groups)) if one is not None]
     blocks.append(Text("A certificate holds for its scope and no more:"))
     blocks.append(Listing(tuple(_scope(one) for one in found)))
     told = [f"{label(one)}: {line}" for one in found for line in (*one["reasons"], *one["warnings"])]
@@ -119,18 +121,20 @@ def _offset(row: Record | None) -> str:
 
 def reproducibility(key: str, name: str, record: Record) -> list[Section]:
     """How often the same prompts on the same boot end in other texts: hazard of a flip a token, by arm."""
-    rows = [
-        (
-            arm["arm"] if "arm" in arm else arm["name"],
-            f"{arm['hazard']:.2e}",
-            f"{arm['diverged']} of {arm['sequences']}",
-            number(arm["at_risk"], 0),
-        )
-        for arm in record["arms"]
-    ]
-    columns = ("arm", "hazard of a flip a token", "sequences that diverge", "positions at risk")
-    return [
-        Section(
-            f"{key}hazard", "Reproducibility", (Table("Same prompts, same boot, twice", columns, tuple(rows)),), name
-        )
-    ]
+    rows = []
+    for arm in record["arms"]:
+        low, high = arm["hazard_interval"]
+        share = [arm["share"], *arm["share_interval"]]
+        cells = (f"{arm['hazard']:.2e} ({low:.1e} … {high:.1e})", f"{arm['diverged']} of {arm['sequences']}")
+        sampled = "greedy" if arm["temperature"] == 0 else f"temperature {arm['temperature']:g}"
+        rows.append((arm["arm"], sampled, *cells, spanned(share, 1, 100, "%"), number(arm["at_risk"], 0)))
+    columns = ("arm", "sampling", "hazard of a flip a token", "texts that diverge", "their share", "positions at risk")
+    note = (
+        "Hazard: first disagreements over positions at risk, those up to the first disagreement; intervals by Wilson's "
+        "score. No gate between two engines may be tighter than this."
+    )
+    told = f"{record['model']}, {record['dtype'] or 'dtype untold'}."
+    table = Table("Same prompts, same boot, twice: 95% intervals", columns, tuple(rows), note)
+    blocks: list[Block] = [Text(told), table]
+    blocks += [Listing(tuple(record["notes"]))] if record["notes"] else []
+    return [Section(f"{key}hazard", "Reproducibility", tuple(blocks), name)]

@@ -8,18 +8,22 @@ from dscale.evaluate.report.blocks import Block, Figure, Listing, Section, Table
 from dscale.evaluate.report.figures import Line, at_concurrencies, draw_bars, draw_lines, panel
 
 Record = dict[str, Any]
-ABLATION = {  # arms of benchmarks/gpu_throughput.py in the order in which each adds one thing
+ABLATION = {  # arms of benchmarks/gpu_throughput.py by what they have
     "control": "wide tiles, whole blocks, no graphs",
-    "tiles": "+ path-aware tiles",
-    "tiles-dvl": "+ variable length",
-    "dvl": "+ captured steps",
-    "auto": "budget chosen by the engine",
+    "tiles": "path-aware tiles, whole blocks, no graphs",
+    "tiles-dvl": "path-aware tiles, 8 rows a request, no graphs",
+    "full+wide": "wide tiles, whole blocks, captured steps",
+    "full": "path-aware tiles, whole blocks, captured steps",
+    "dvl": "path-aware tiles, 8 rows a request, captured steps",
+    "dvl@8": "path-aware tiles, 8 rows a request, captured steps",
+    "auto": "path-aware tiles, rows chosen by the engine, captured steps",
 }
 
 
 def throughput(key: str, name: str, record: Record) -> list[Section]:
     """Throughput by concurrency, and the ablation where its arms were run."""
     cells = [cell for cell in record["cells"] if any("tokens_per_s" in arm for arm in cell["arms"].values())]
+    cells.sort(key=lambda cell: cell["concurrency"])
     names = list(dict.fromkeys(arm for cell in cells for arm in cell["arms"]))
     levels = [cell["concurrency"] for cell in cells]
     simulated = "simulated" in record.get("note", "")
@@ -37,14 +41,25 @@ def throughput(key: str, name: str, record: Record) -> list[Section]:
         simulated=simulated,
     )  # fmt: skip
     blocks: list[Block] = [Text(_about(record)), figure, *_ablation(cells, simulated)]
-    skipped = tuple(f"c = {cell['concurrency']}: {one}" for cell in record["cells"] for one in cell.get("skipped", ()))
+    skipped = tuple(line for cell in record["cells"] for line in _skipped(cell))
     blocks += [Text("Not run:"), Listing(skipped)] if skipped else []
     return [Section(f"{key}gpu", "GPU throughput", tuple(blocks), name)]
 
 
+def _skipped(cell: Record) -> list[str]:
+    """What was not run at a concurrency, runs with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for line in cell.get("skipped", ()):
+        what, _, reason = line.partition(": ")
+        reasons.setdefault(reason, []).append(what)
+    return [f"c = {cell['concurrency']}, {reason}: {'; '.join(runs)}" for reason, runs in reasons.items()]
+
+
 def _about(record: Record) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
-    return f"{record['model']}, {record['dtype']}, on {record['device']}. {record['acceptance']}. Versions: {versions}."
+    made = record["acceptance"]
+    told = ", ".join(f"{key} {value}" for key, value in made.items()) if isinstance(made, dict) else str(made)
+    return f"{record['model']}, {record['dtype']}, on {record['device']}. Acceptance: {told}. Versions: {versions}."
 
 
 def _line(arm: str, place: int, cells: list[Record], what: str) -> Line:
@@ -82,7 +97,7 @@ def ratio_text(arm: Record, name: str) -> str:
 
 
 def _ablation(cells: list[Record], simulated: bool) -> list[Block]:
-    """Bars of the arms that each add one thing; nothing unless the control and two more were run."""
+    """Bars of arms that differ by one thing or two; nothing unless the control and two more were run."""
     present = [arm for arm in ABLATION if any("ratio" in cell["arms"].get(arm, {}) for cell in cells)]
     if "control" not in present or len(present) < 3:
         return []
@@ -93,7 +108,7 @@ def _ablation(cells: list[Record], simulated: bool) -> list[Block]:
     ]
     rows = [(arm, ABLATION[arm], *(ratio_text(cell["arms"].get(arm, {}), arm) for cell in cells)) for arm in present]
     table = Table("Ablation: ratio to the control", ("arm", "what it has", *groups), tuple(rows))
-    told = "Each arm adds one thing to the one before: " + ", ".join(f"{arm} ({ABLATION[arm]})" for arm in present)
+    told = "Median ratios; what each arm has: " + ", ".join(f"{arm} ({ABLATION[arm]})" for arm in present)
     panels = (panel(draw_bars(groups, series), "Ratio to the control", "", "times", simulated),)
     legend = tuple((arm, place) for place, arm in enumerate(present))
     return [Figure("Ablation", f"{told}.", panels, legend, table, simulated=simulated)]

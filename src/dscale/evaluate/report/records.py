@@ -67,5 +67,8 @@ def read_source(path: Path) -> Source:
         require(schema == KINDS[kind], f"{path}: {kind} of schema {schema!r}; this version reads {KINDS[kind]}")
         return Source(name, kind, content)
     known = ", ".join(TITLES.values())
-    require(schema in SCHEMAS, f"{path}: unknown record (kind {kind!r}, schema {schema!r}); known are those of {known}")
-    return Source(name, SCHEMAS[schema], content)
+    require(
+        isinstance(schema, str) and schema in SCHEMAS,
+        f"{path}: unknown record (kind {kind!r}, schema {schema!r}); known are those of {known}",
+    )
+    return Source(name, SCHEMAS[str(schema)], content)
