@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,17 @@ def play(build: Callable[..., LLM]) -> Play:
 
 def greedy(tokens: int = 24, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **more)
+
+
+def test_what_steps_add_is_told_together_where_a_request_asks_for_it(play: Play) -> None:
+    every = play({0: [Submit("a", PROMPT, greedy(40), 0)]}).of(Delta)
+    rarely = play({0: [Submit("a", PROMPT, greedy(40), 0, math.inf)]}).of(Delta)
+    assert len(every) > 3
+    assert len(rarely) == 2  # the first and the last
+    assert [token for one in rarely for token in one.token_ids] == [token for one in every for token in one.token_ids]
+    assert "".join(one.text for one in rarely) == "".join(one.text for one in every)
+    assert rarely[-1].usage == every[-1].usage
+    assert [step for one in rarely for step in one.steps] == [step for one in every for step in one.steps]
 
 
 def test_deltas_add_up_to_the_offline_output(play: Play, build: Callable[..., LLM]):

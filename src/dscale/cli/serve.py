@@ -61,6 +61,9 @@ def serve(
     stall_seconds: Annotated[
         float | None, typer.Option(help="Seconds the engine may be silent before /health fails (60).")
     ] = None,
+    stream_interval: Annotated[
+        float | None, typer.Option(help="Seconds between two events of a stream, at least (0: every step).")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin allowed to call from browsers; repeatable.")
     ] = None,

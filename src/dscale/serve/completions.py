@@ -68,7 +68,7 @@ def _job(
     model = body.model or service.settings.names[0]
     scored = params.logprobs is not None
     envelope = Envelope(name, kind, model, service.names, scored, bool(body.return_token_ids))
-    return Job(envelope, prompts, service.submits(unique, prompts, params, body.sequences), tools)
+    return Job(envelope, prompts, service.submits(unique, prompts, params, body.sequences, bool(body.stream)), tools)
 
 
 async def encode_chat(

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dscale.config import POLICIES, InputError
@@ -59,6 +60,16 @@ class Messages(Protocol):
         ...
 
 
+@dataclass
+class Told:
+    """A request, what of it was told, and from when on the next delta may go (seconds of the monotonic clock)."""
+
+    request: Request
+    usage: Usage
+    pace: float
+    next: float = 0.0
+
+
 class EngineLoop:
     """Drives the engine of an LLM from messages, until a Stop is carried out or the pipe is closed."""
 
@@ -68,7 +79,7 @@ class EngineLoop:
         self.llm, self.engine, self.link = llm, llm.engine, link
         self.tally, self.refitter = Tally(llm.engine), refitter
         self.most = llm.config.max_requests + max_waiting
-        self._open: dict[str, tuple[Request, Usage]] = {}  # requests, and what of them was told
+        self._open: dict[str, Told] = {}
         self._compiling: dict[str, tuple[Submit, Future]] = {}  # whose grammar is new, while others run
         self._threads = ThreadPoolExecutor(1, "grammar")
         self._out: list[object] = []
@@ -158,13 +169,13 @@ class EngineLoop:
         except (TypeError, ValueError, OverflowError) as error:  # InputError is a ValueError
             self._out.append(Refused(submit.id, "invalid", str(error).removeprefix(f"request {submit.id}: ")))
             return
-        self._open[submit.id] = request, Usage(prompt_tokens=len(prompt))
+        self._open[submit.id] = Told(request, Usage(prompt_tokens=len(prompt)), submit.pace)
 
     def _abort(self, id: str) -> None:
         self._compiling.pop(id, None)
         if id in self._open:
             self.engine.abort(id)
-            self._tell(self._open[id][0])
+            self._tell(self._open[id].request)
 
     def _switch(self, switch: Switch) -> None:
         try:
@@ -176,9 +187,13 @@ class EngineLoop:
         """What a request has gained since it was last told of."""
         if request.id not in self._open:
             return  # aborted after its step was committed by a switch, and told so then
-        told = self._open[request.id][1]
-        self._out.append(delta_of(request, told))
-        if request.status is Status.FINISHED:
+        told, now = self._open[request.id], time.monotonic()
+        ended = request.status is Status.FINISHED
+        if not ended and now < told.next:
+            return
+        told.next = now + told.pace
+        self._out.append(delta_of(request, told.usage))
+        if ended:
             del self._open[request.id]
 
     def _show(self) -> None:

@@ -37,12 +37,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Submit:
-    """One sequence to decode (n > 1 is n of them). seed: of its sampling, decided by the HTTP side."""
+    """One sequence to decode (n > 1 is n of them). seed: of its sampling, decided by the HTTP side.
+
+    pace: seconds that lie at least between two of its deltas, but for the first and the last, which come at once. What
+    the steps between have added is told together: each word to the other process costs the steps time.
+    """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
+    pace: float = 0.0
 
 
 @dataclass(frozen=True)

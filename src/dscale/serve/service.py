@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections import Counter
@@ -107,9 +108,16 @@ class Service:
         return await loop.run_in_executor(self._thread, self._reader.encode, text, add_special)
 
     def submits(
-        self, request_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int
+        self,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int,
+        streamed: bool = True,
     ) -> list[Submit]:
-        """The sequences of prompts × n, each with its own seed, as dscale.LLM derives them."""
+        """The sequences of prompts × n, each with its own seed, as dscale.LLM derives them. Of an answer that is not
+        streamed only the beginning and the end are asked for."""
+        pace = self.settings.stream_interval if streamed else math.inf
         self._check_prompts(prompts)
         found: list[Submit] = []
         for index, prompt in enumerate(prompts):
@@ -118,7 +126,7 @@ class Service:
             for copy in range(n):
                 seed = base if copy == 0 else derive_seed(base, copy)
                 name = f"{request_id}-{index}-{copy}"
-                found.append(Submit(name, tuple(prompt), replace(params, n=1), seed))
+                found.append(Submit(name, tuple(prompt), replace(params, n=1), seed, pace))
         return found
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
