@@ -48,6 +48,7 @@ from dscale.models.loader import LoadedTarget, load_target
 from dscale.models.shapes import random_drafter_of
 from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance, export_trace
 
+LEAST_STEPS = 100  # of a window, however slow the machine: fewer say little about progress
 ARMS = {
     "control": "full+wide+eager",  # as a native engine does it
     "tiles": "full+eager",
@@ -164,7 +165,7 @@ def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, A
     counters, plain = llm.engine.counters, []
     finished, began = loop.finished, time.perf_counter()
     last, quiet, now = began, False, began
-    while now - began < args.seconds:
+    while now - began < args.seconds or counters.steps < LEAST_STEPS:
         prefilled = counters.prefill_seconds
         loop.step()
         now = time.perf_counter()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from dscale.config import DecoderConfig, InputError, RankFailed, SamplingParams, TargetConfig
 from dscale.engine.crew import Crew
 from dscale.engine.llm import LLM
-from dscale.engine.worker import Admission
+from dscale.engine.prefill_graphs import LANES, PrefillRunner
+from dscale.engine.worker import Admission, Worker
 from dscale.layers.ranks import Ranks
 from dscale.models.checkpoint import tensors_of
 from dscale.models.drafter_checkpoint import save_drafter
@@ -28,6 +29,7 @@ from dscale.models.loader import LoadedTarget, random_target
 from dscale.models.shares import Share
 from tests.engine.pairs import tiny_drafter, tiny_target
 from tests.engine.test_lossless import GREEDY, SEEDED, prompts, tokens
+from tests.engine.test_prefill_graphs import Closure
 from tests.oracle.make_pair import save_tokenizer
 
 ODD = DecoderConfig(5, 48, 97, 3, 6, 3, 16, max_position=512, norm_eps=1e-5, qkv_bias=True)  # heads 2 and 4, 97 inner
@@ -119,6 +121,37 @@ def test_arrivals_aborts_and_a_switch_meanwhile(pairs, crew: Crew):
         return [request.output for request in made if request.id != "1"]
 
     assert run(build(pairs["even"], "dvl", crew)) == run(build(pairs["even"], "dvl"))
+
+
+def capture_prefills(put: Callable[[object, str, object], None] = setattr) -> None:
+    """Have workers of this process replay their prefills, on a CPU too. A follower calls it as it starts."""
+
+    def serve(worker: Worker, most: int, graphs: bool, prefill_rows: int) -> None:
+        worker.prefills = PrefillRunner(worker.state, worker.models, prefill_rows, Closure())
+
+    put(Worker, "serve", serve)
+
+
+def test_every_rank_replays_captured_prefills(pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Padded to their capacity, in lanes; scores of prompts come from rows that each rank kept of the replay."""
+    params = replace(SEEDED, prompt_logprobs=1)
+    options = {"num_pages": 64, "max_requests": 12, "max_prefill_tokens": 100}
+    rows = [[1, 2, number % 5] for number in range(LANES)]
+    rows += [row[:14] for row in prompts(4)]  # over LANES pieces in a prefill: two replays of one graph
+    alone = build(pairs["even"], "full", **options).generate(prompt_token_ids=rows, sampling_params=params)
+    start = "from tests.engine.test_tensor_parallel import capture_prefills\ncapture_prefills()\n"
+    (tmp_path / "sitecustomize.py").write_text(start)
+    monkeypatch.syspath_prepend(tmp_path)
+    capture_prefills(monkeypatch.setattr)
+    shared = build(pairs["even"], "full", tensor_parallel=2, check_ranks=True, **options)
+    together = shared.generate(prompt_token_ids=rows, sampling_params=params)
+    assert set(shared.engine.worker.prefills._captured) == {64}
+    for want, have in zip(alone, together, strict=True):
+        assert have.outputs[0].token_ids == want.outputs[0].token_ids
+        scores = [[one.logprob for one in output.prompt_logprobs[1:]] for output in (want, have)]
+        assert scores[1] == pytest.approx(scores[0], abs=1e-4)
+    shared.close()
+    assert shared.engine.worker.prefills is None
 
 
 def test_log_probabilities_penalties_and_stop_strings(pairs, crew: Crew):

@@ -73,6 +73,10 @@ def test_files_that_cannot_be_used(tmp_path, text, message):
         ({"model": "m", "max_requests": 0}, "max_requests: 0"),
         ({"model": "m", "memory_fraction": 2.0}, "memory_fraction: 2.0"),
         ({"model": "m", "max_per_client": 0}, "max_per_client: 0"),
+        (
+            {"model": "m", "refit": True, "tensor_parallel": 2},
+            "^refit: not with tensor_parallel 2: ranks cannot record",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(flags, message):

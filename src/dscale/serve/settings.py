@@ -90,6 +90,10 @@ class ServerSettings:
         require(least >= 100, f"refit_min_records: {least} must be at least 100")
         require(keep >= 100, f"refit_keep: {keep} must be at least 100")
         require(not self.refit or least <= keep, f"refit_min_records: {least} must be at most refit_keep, {keep}")
+        size = self.tensor_parallel
+        require(
+            not self.refit or size <= 1, f"refit: not with tensor_parallel {size}: ranks cannot record; give up one"
+        )
         good = all(len(key) >= 8 and key.isascii() and key.isprintable() for key in self.api_key)
         require(good, "api_key: each must have at least 8 printable ASCII characters")
         require(all(self.served_model_name), "served_model_name: empty; give a name")
