@@ -19,7 +19,7 @@ def test_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     record = gpu_tp.main([
         "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "2,3", "--seconds", "0.2",
         "--warm-steps", "3", "--prompt-tokens", "20", "--output-tokens", "40", "--arms", "off,control,dvl@6,auto",
-        "--out", str(out),
+        "--limit", "1000", "--out", str(out),
     ])  # fmt: skip
     assert json.loads(out.read_text()) == record
     assert record["ranks"] == 2

@@ -73,6 +73,8 @@ def serve(llm: LLM, refitter: Refitter, prompts: list[tuple[int, ...]] = PROMPTS
     while llm.engine.busy or refitter.running:
         if llm.engine.busy:
             llm.engine.step()
+        else:
+            time.sleep(0.005)  # the fit runs in a thread here, and a loop that spins would starve it
         records += [one.record for one in refitter.turn()]
     return records
 
