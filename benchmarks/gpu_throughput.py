@@ -303,9 +303,8 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "| geometric mean | " + " | ".join(means) + " |"])
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark of this closed loop takes; who wants other defaults sets them afterwards."""
     parser.add_argument("--model", default="random:qwen3-8b")
     parser.add_argument("--drafter", default="random", help="random, or a drafter folder for the model")
     parser.add_argument("--arms", default="off,control,tiles,tiles-dvl,full,dvl,auto")
@@ -321,11 +320,33 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--progress", type=float, default=6.09, help="simulated mean progress of whole blocks")
     parser.add_argument("--spearman", type=float, default=0.74, help="of predicted with accepted length")
     parser.add_argument("--trace", default=None, help="a trace file to replay instead")
-    parser.add_argument("--export-trace", type=Path, default=None, help="write what requests would meet, and stop")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path, default=None, help="JSON record with every repetition")
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_loop_arguments(parser)
+    parser.add_argument("--export-trace", type=Path, default=None, help="write what requests would meet, and stop")
     return parser.parse_args(given)
+
+
+def head(schema: str, args: argparse.Namespace, dtype: str, on_gpu: bool) -> dict[str, Any]:
+    """How a record of this closed loop begins."""
+    return {
+        "schema": schema,
+        "note": SIMULATED,
+        "acceptance": acceptance(args).about(),
+        "model": args.model,
+        "dtype": dtype,
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "versions": {"dscale": dscale.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "date": time.strftime("%Y-%m-%d"),
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "cells": [],
+    }
 
 
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
@@ -337,18 +358,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     deadline = time.perf_counter() + args.limit
     models = load_models(args)
     on_gpu = models.loaded.model.embedding.is_cuda
-    record: dict[str, Any] = {
-        "schema": "dscale.gpu_throughput/1",
-        "note": SIMULATED,
-        "acceptance": acceptance(args).about(),
-        "model": args.model,
-        "dtype": str(models.loaded.model.embedding.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {"dscale": dscale.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "date": time.strftime("%Y-%m-%d"),
-        "arguments": {key: str(value) for key, value in vars(args).items()},
-        "cells": [],
-    }
+    dtype = str(models.loaded.model.embedding.dtype).removeprefix("torch.")
+    record = head("dscale.gpu_throughput/1", args, dtype, on_gpu)
 
     def make(arm: Arm, concurrency: int) -> LLM:
         return build(arm, models, args, concurrency)

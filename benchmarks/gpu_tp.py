@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -25,16 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_throughput import Arm, acceptance, cell, geometric_means, release, table
+from gpu_throughput import Arm, acceptance, add_loop_arguments, cell, geometric_means, head, release, table
 
-import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import RankFailed
 from dscale.engine.crew import Crew
 from dscale.engine.llm import default_dtype, resolve_device
 from dscale.engine.pages import pages_for
 from dscale.models.aliases import cached_alias
-from dscale.speculation.simulated import SIMULATED
 
 POLICIES = ("full", "dvl")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -144,26 +141,10 @@ def write(path: Path | None, record: dict[str, Any]) -> None:
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_loop_arguments(parser)
+    parser.set_defaults(arms="off,control,full,dvl,auto", repeats=1, seconds=1.5, limit=100.0, warm_steps=20)
     parser.add_argument("--ranks", type=int, default=2, help="GPUs (on a CPU: processes)")
-    parser.add_argument("--model", default="random:qwen3-8b")
-    parser.add_argument("--drafter", default="random", help="random, or a drafter folder for the model")
-    parser.add_argument("--arms", default="off,control,full,dvl,auto")
-    parser.add_argument("--concurrency", default="8,16,32")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a measured window")
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds after which no run begins")
-    parser.add_argument("--warm-steps", type=int, default=20)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=512)
-    parser.add_argument("--prefill-tokens", type=int, default=2048, help="most prompt tokens of a step")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--progress", type=float, default=6.09, help="simulated mean progress of whole blocks")
-    parser.add_argument("--spearman", type=float, default=0.74, help="of predicted with accepted length")
-    parser.add_argument("--trace", default=None, help="a trace file to replay instead")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--skip", default="", help="correctness or throughput: leave this part out")
-    parser.add_argument("--out", type=Path, default=None, help="JSON record")
     return parser.parse_args(given)
 
 
@@ -174,21 +155,9 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     on_gpu = device != "cpu"
     if on_gpu:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    record: dict[str, Any] = {
-        "schema": "dscale.gpu_tp/1",
-        "note": SIMULATED,
-        "acceptance": acceptance(args).about(),
-        "model": args.model,
-        "ranks": args.ranks,
-        "dtype": str(default_dtype(device)).removeprefix("torch.") if args.dtype == "auto" else args.dtype,
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {"dscale": dscale.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "date": time.strftime("%Y-%m-%d"),
-        "arguments": {key: str(value) for key, value in vars(args).items()},
-        "correctness": [],
-        "cells": [],
-        "geometric_mean": {},
-    }
+    dtype = str(default_dtype(device)).removeprefix("torch.") if args.dtype == "auto" else args.dtype
+    record = head("dscale.gpu_tp/1", args, dtype, on_gpu)
+    record |= {"ranks": args.ranks, "correctness": [], "geometric_mean": {}}
     if args.ranks > 1 and args.skip != "correctness":
         record["correctness"] = correctness(args, device)
         release()

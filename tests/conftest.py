@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,22 @@ def smollm2_greedy() -> list[GreedyReference]:
     record = json.loads((Path(__file__).parent / "models" / "smollm2_greedy.json").read_text())
     assert record["sha256"] == ALIASES["smollm2-135m"].sha256
     return [GreedyReference(tuple(one["prompt"]), tuple(one["tokens"])) for one in record["answers"]]
+
+
+def browser_path() -> str | None:
+    """CHROMIUM, else one on the path; None: playwright's own, if it was downloaded."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return os.environ.get("CHROMIUM") or next((path for name in names if (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium without a window; the test is skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
+    with playwright.sync_playwright() as driver:
+        try:
+            started = driver.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium to look at pages with: {str(error).splitlines()[0]}")
+        yield started
+        started.close()

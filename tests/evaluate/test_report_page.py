@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright
 
 from dscale.evaluate.report.build import build_report, write_report  # noqa: E402
 from tests.evaluate import bench_records, figure_records  # noqa: E402
-from tests.serve.test_page import CONTRAST, browser_path  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        try:
-            started = driver.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium to look at the report with: {str(error).splitlines()[0]}")
-        yield started
-        started.close()
+from tests.serve.test_page import CONTRAST  # noqa: E402
 
 
 @pytest.fixture(scope="module")

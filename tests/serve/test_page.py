@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import socket
 import threading
 import time
@@ -19,26 +17,10 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
 uvicorn = pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
+from tests.conftest import browser_path  # noqa: E402
 from tests.serve.page_stub import PAGE, TEXTS, create_app  # noqa: E402
 
 QUESTION = "Why is the sky blue?"
-
-
-def browser_path() -> str | None:
-    """CHROMIUM, else one on the path; None: playwright's own, if it was downloaded."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return os.environ.get("CHROMIUM") or next((path for name in names if (path := shutil.which(name))), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        try:
-            started = driver.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium to test the page with: {str(error).splitlines()[0]}")
-        yield started
-        started.close()
 
 
 @contextmanager

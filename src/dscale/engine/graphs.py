@@ -133,6 +133,15 @@ class GraphCounters:
     seconds: float = 0.0
     timing: float = 0.0
 
+    @contextmanager
+    def counting(self, backend: CaptureBackend) -> Iterator[None]:
+        """Count one capture, with the time and memory it takes."""
+        free, began = backend.free(), time.perf_counter()
+        yield
+        self.graphs += 1
+        self.seconds += time.perf_counter() - began
+        self.memory += max(free - backend.free(), 0)
+
     def __str__(self) -> str:
         return f"{self.graphs} step graphs, {self.memory / 2**20:.0f} MiB, captured in {self.seconds:.1f} s"
 
@@ -246,15 +255,12 @@ class GraphRunner:
         """Capture while no lane is live, so that the warm-up moves nobody on."""
         self._load([])
         work = self.work.view(key.lanes, key.all_greedy)
-        free, began = self.backend.free(), time.perf_counter()
 
         def step() -> Outputs:
             return Outputs.pack(decode_step(self.state, work, key.shape, self.models, self.policy))
 
-        captured = Captured(*self.backend.capture(step))
-        self.counters.graphs += 1
-        self.counters.seconds += time.perf_counter() - began
-        self.counters.memory += max(free - self.backend.free(), 0)
+        with self.counters.counting(self.backend):
+            captured = Captured(*self.backend.capture(step))
         logging.getLogger("dscale").debug("captured %s; in all %s", key, self.counters)
         return captured
 

@@ -8,7 +8,6 @@ own no rows. Nothing is drawn in a prefill, so the same graph serves every reque
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,10 +69,9 @@ class PrefillInput:
     def batch(self, state: DeviceState, models: Models, max_context: int) -> RaggedBatch:
         """What the kernels read; slots are computed on the device."""
         positions = self.rows[1]
-        pages = state.page_table[self.rows[2], positions // PAGE_SIZE].long()
         return RaggedBatch(
             positions=positions,
-            slots=pages * PAGE_SIZE + positions % PAGE_SIZE,
+            slots=state.slots(self.rows[2], positions),
             page_table=state.page_table,
             lanes=self.lanes,
             starts=self.starts,
@@ -130,7 +128,6 @@ class PrefillRunner:
 
     @torch.inference_mode()
     def _capture(self, capacity: int) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
-        free, began = self.backend.free(), time.perf_counter()
         given = PrefillInput.of(capacity, self.state.length.device)
         given.load([], [], self.state.scratch_row)
         longest = self.state.page_table.shape[1] * PAGE_SIZE
@@ -138,10 +135,8 @@ class PrefillRunner:
         def run() -> Tensor:
             return prefill(self.state, self.models, given.rows[0], given.batch(self.state, self.models, longest))
 
-        hidden, replay = self.backend.capture(run)
-        self.counters.graphs += 1
-        self.counters.seconds += time.perf_counter() - began
-        self.counters.memory += max(free - self.backend.free(), 0)
+        with self.counters.counting(self.backend):
+            hidden, replay = self.backend.capture(run)
         return given, hidden, replay
 
 

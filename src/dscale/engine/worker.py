@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from dscale.config import PAGE_SIZE, SamplingParams
+from dscale.config import SamplingParams
 from dscale.engine.crew import Crew
 from dscale.engine.graphs import CudaCapture, GraphRunner
 from dscale.engine.prefill_graphs import Piece, PrefillRunner
@@ -255,10 +255,9 @@ class Worker:
         lanes = self._integers([row for row, _, _ in pieces])
         positions = torch.cat([torch.arange(start, start + length, device=self.device) for _, start, length in pieces])
         row_lanes = torch.repeat_interleave(lanes, self._integers(lengths), output_size=starts[-1])
-        pages = self.state.page_table[row_lanes, positions // PAGE_SIZE].long()
         return RaggedBatch(
             positions=positions,
-            slots=pages * PAGE_SIZE + positions % PAGE_SIZE,
+            slots=self.state.slots(row_lanes, positions),
             page_table=self.state.page_table,
             lanes=lanes,
             starts=self._integers(starts),

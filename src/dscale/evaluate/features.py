@@ -187,7 +187,7 @@ class _Lanes:
         inside = positions.clamp(max=self.state.page_table.shape[1] * PAGE_SIZE - 1)  # columns past a lane's own rows
         batch = RaggedBatch(
             positions=gather(packed, positions, 0),
-            slots=gather(packed, self.state.slots(lanes, inside), 0),
+            slots=gather(packed, self.state.slots(lanes[:, None], inside), 0),
             page_table=self.state.page_table,
             lanes=lanes,
             starts=packed.starts,

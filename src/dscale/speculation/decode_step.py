@@ -97,7 +97,7 @@ def draft_block(
     positions = context[:, None] + torch.arange(queries, device=anchor.device)
     batch = RaggedBatch(
         positions=positions.flatten(),
-        slots=state.slots(work.lanes, positions).flatten(),
+        slots=state.slots(work.lanes[:, None], positions).flatten(),
         page_table=state.page_table,
         lanes=work.lanes,
         starts=torch.arange(count + 1, device=anchor.device) * queries,

@@ -135,7 +135,7 @@ class DeviceState:
         row = lanes[lane_of_row]
         return RowParams(temperature[row], top_k[row], top_p[row], min_p[row], seed[row], positions + 1)
 
-    def slots(self, lanes: Tensor, positions: Tensor) -> Tensor:
-        """Cache slots of positions [N, K] of lanes [N]."""
-        pages = self.page_table[lanes].gather(1, positions // PAGE_SIZE).long()
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Cache slots of positions [...] of state rows [...], of shapes that broadcast."""
+        pages = self.page_table[rows, positions // PAGE_SIZE].long()
         return pages * PAGE_SIZE + positions % PAGE_SIZE
