@@ -9,7 +9,8 @@ The arms are up at the same time and take turns, A B B A, so that only one is un
 bfloat16, same requests, greedy, no prefix cache. The engine in process is the one that serves, driven directly. Written
 with dscale.evaluate.bench, so an interrupted record is gone on with. With --apart each arm is alone on the machine, a
 process of its own for each boot; memory that was idle for minutes can be slow to come back. The arm `whole` asks the
-same server for answers that are not streamed: what is left then is HTTP, chat template and tokenizer.
+same server for answers that are not streamed: what is left then is HTTP, chat template and tokenizer. The arm `spaced`
+streams with --stream-interval 0.05: an answer's events at least so many seconds apart.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from dscale.evaluate.plan import Arm, Plan
 
 LENGTH = 1024  # tokens of prompt and answer
 MOST = 16  # sequences decoded together, of all arms
+SPACED = "0.05"  # seconds between the events of a stream, of the arms "spaced"
 VLLM = (
     "${VLLM_PYTHON}", "{here}/vllm_server.py", "--model", "{target}", "--served-model-name", "target", "--port",
     "{port}", "--max-num-seqs", str(MOST), "--max-model-len", str(LENGTH), "--dtype", "bfloat16", "--enforce-eager",
@@ -53,6 +55,8 @@ def arms(policies: list[str], vllm: bool) -> tuple[Arm, ...]:
         found.append(Arm(f"served {policy}", "dscale", (*SERVE, policy), policy=policy))
         whole = {"stream": False}
         found.append(Arm(f"served {policy}, whole", "dscale", (*SERVE, policy), policy=policy, body=whole))
+        spaced = (*SERVE, policy, "--stream-interval", SPACED)
+        found.append(Arm(f"served {policy}, spaced", "dscale", spaced, policy=policy))
         found.append(Arm(f"in process {policy}", settings=own | {"max_model_len": LENGTH}))
     return tuple(found)
 
@@ -89,7 +93,7 @@ def summary(record: BenchRecord) -> list[dict[str, Any]]:
     rows = []
     for (arm, concurrency), cell in found.items():
         vllm = found.get(("vllm", concurrency))
-        own = arm.removesuffix(", whole").replace("served", "in process")
+        own = arm.split(",")[0].replace("served", "in process")
         inside = found.get((own, concurrency)) if arm.startswith("served") else None
         rows.append(row_of(cell, vllm, inside))
     return rows
@@ -116,7 +120,7 @@ def shown(row: dict[str, Any]) -> str:
         return "–" if row[name] is None else format(row[name], form)
 
     return (
-        f"{row['arm']:18} c={row['concurrency']:<3} {one('tokens_per_s', '8.1f')} tokens/s, first "
+        f"{row['arm']:19} c={row['concurrency']:<3} {one('tokens_per_s', '8.1f')} tokens/s, first "
         f"{one('first_token_ms', '.0f')} ms, then {one('between_tokens_ms', '.1f')} ms a token; "
         f"{one('against_vllm', '.2f')} of vLLM, overhead {one('overhead', '.1%')}"
     )

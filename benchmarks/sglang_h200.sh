@@ -14,6 +14,6 @@ if [ ! -d /tmp/sgsite/sglang ]; then
   if command -v xz > /dev/null; then xz -T0 -dc /tmp/sg.tar.xz | tar -C /tmp -xf -
   else python3 -c "import tarfile; tarfile.open('/tmp/sg.tar.xz', 'r:xz').extractall('/tmp')"; fi
 fi
-export PYTHONPATH=/tmp/sgsite TVM_FFI_CACHE_DIR=/tmp/sgsite/_tvmffi SGLANG_ENABLE_JIT_DEEPGEMM=0
+export PYTHONPATH=/tmp/sgsite${PYTHONPATH:+:$PYTHONPATH} TVM_FFI_CACHE_DIR=/tmp/sgsite/_tvmffi SGLANG_ENABLE_JIT_DEEPGEMM=0
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 exec python3 benchmarks/sglang_h200.py --models /tmp/sgsite/_models --out "$out/sglang_h200.json" --logs "$out/logs" "$@"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,28 @@ def test_what_steps_add_is_told_together_where_a_request_asks_for_it(play: Play)
     assert "".join(one.text for one in rarely) == "".join(one.text for one in every)
     assert rarely[-1].usage == every[-1].usage
     assert [step for one in rarely for step in one.steps] == [step for one in every for step in one.steps]
+
+
+@pytest.mark.parametrize(("streams", "tokens"), [(1, 2), (4, 5)])
+def test_streams_share_the_events_of_a_cpu(
+    build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, streams: int, tokens: int
+) -> None:
+    llm, now = build(policy="off"), [0.0]
+    step = llm.engine.step
+
+    def slow_step() -> Any:
+        now[0] += 0.0041  # 200 events a second: one in 5 ms, so each of four streams one in 20 ms
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    monkeypatch.setattr("dscale.serve.engine_process.time", SimpleNamespace(monotonic=lambda: now[0]))
+    link = ScriptedLink({0: [Submit(str(number), PROMPT, greedy(40), 0, None) for number in range(streams)]})
+    with suppress(Closed):
+        EngineLoop(llm, link, 64).run()
+    for number in range(streams):
+        first, *middle, _last = [len(one.token_ids) for one in link.of(Delta) if one.id == str(number)]
+        assert first == 1
+        assert set(middle) == {tokens}
 
 
 def test_deltas_add_up_to_the_offline_output(play: Play, build: Callable[..., LLM]):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dscale.engine.llm import LLM
     from dscale.serve.refit import Refitter
 
+EVENTS_A_SECOND = 200.0  # of all streams, on a CPU: events take time from the cores that compute
 SNAPSHOT_SECONDS = 0.1  # between snapshots while something runs
 REFIT_SECONDS = 0.2  # between looks at a refit that runs while nothing else does
 
@@ -62,11 +63,14 @@ class Messages(Protocol):
 
 @dataclass
 class Told:
-    """A request, what of it was told, and from when on the next delta may go (seconds of the monotonic clock)."""
+    """A request, what of it was told, and from when on the next delta may go (seconds of the monotonic clock).
+
+    pace: seconds between deltas, at least; None: its share of EVENTS_A_SECOND.
+    """
 
     request: Request
     usage: Usage
-    pace: float
+    pace: float | None
     next: float = 0.0
 
 
@@ -80,6 +84,7 @@ class EngineLoop:
         self.tally, self.refitter = Tally(llm.engine), refitter
         self.most = llm.config.max_requests + max_waiting
         self._open: dict[str, Told] = {}
+        self._share = 1.0 / EVENTS_A_SECOND if self.engine.worker.device.type == "cpu" else 0.0
         self._compiling: dict[str, tuple[Submit, Future]] = {}  # whose grammar is new, while others run
         self._threads = ThreadPoolExecutor(1, "grammar")
         self._out: list[object] = []
@@ -191,10 +196,13 @@ class EngineLoop:
         ended = request.status is Status.FINISHED
         if not ended and now < told.next:
             return
-        told.next = now + told.pace
+        told.next = now + (self._fair_pace() if told.pace is None else told.pace)
         self._out.append(delta_of(request, told.usage))
         if ended:
             del self._open[request.id]
+
+    def _fair_pace(self) -> float:
+        return self._share * sum(told.pace is None for told in self._open.values())
 
     def _show(self) -> None:
         """A snapshot when one is due: now and then while something runs, and once when nothing does any more."""

@@ -40,14 +40,15 @@ class Submit:
     """One sequence to decode (n > 1 is n of them). seed: of its sampling, decided by the HTTP side.
 
     pace: seconds that lie at least between two of its deltas, but for the first and the last, which come at once. What
-    the steps between have added is told together: each word to the other process costs the steps time.
+    the steps between have added is told together: each word to the other process costs the steps time. None: the engine
+    decides.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
-    pace: float = 0.0
+    pace: float | None = 0.0
 
 
 @dataclass(frozen=True)

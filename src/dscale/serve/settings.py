@@ -29,7 +29,8 @@ class ServerSettings:
 
     max_queue: sequences that may wait beyond the max_requests that run. max_body: bytes. Times in seconds.
     max_per_client: open requests of one API key (without keys: of one address). seed None: a new one at every start.
-    stream_interval: between two events of a stream, at least; 0 makes one of every step.
+    stream_interval: between two events of a stream, at least; 0 makes one of every step, None does so on a GPU and on a
+    CPU spaces the events of all streams (engine_process.py).
     stall_seconds: for which the engine may be silent while requests wait before the server calls itself unhealthy.
     refit: fit predictor and calibration to live traffic; refit_min_records new records and refit_every seconds between
     two fits, refit_keep records in memory, refit_dir keeps the last accepted predictor.
@@ -63,7 +64,7 @@ class ServerSettings:
     request_timeout: float = 600.0
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
-    stream_interval: float = 0.0
+    stream_interval: float | None = None
     cors_origin: tuple[str, ...] = ()
     log_prompts: bool = False
     refit: bool = False
@@ -82,8 +83,9 @@ class ServerSettings:
             require(math.isfinite(value) and value > 0, f"{name}: {value} must be positive")
         good = math.isfinite(self.drain_seconds) and self.drain_seconds >= 0
         require(good, f"drain_seconds: {self.drain_seconds} must be 0 or positive")
-        good = math.isfinite(self.stream_interval) and self.stream_interval >= 0
-        require(good, f"stream_interval: {self.stream_interval} must be 0 or positive")
+        interval = self.stream_interval
+        good = interval is None or (math.isfinite(interval) and interval >= 0)
+        require(good, f"stream_interval: {interval} must be 0 or positive")
         most = self.max_per_client
         require(most is None or most >= 1, f"max_per_client: {most} must be at least 1")
         least, keep = self.refit_min_records, self.refit_keep
