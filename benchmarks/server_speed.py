@@ -9,8 +9,7 @@ The arms are up at the same time and take turns, A B B A, so that only one is un
 bfloat16, same requests, greedy, no prefix cache. The engine in process is the one that serves, driven directly. Written
 with dscale.evaluate.bench, so an interrupted record is gone on with. With --apart each arm is alone on the machine, a
 process of its own for each boot; memory that was idle for minutes can be slow to come back. The arm `whole` asks the
-same server for answers that are not streamed: what is left then is HTTP, chat template and tokenizer. The arm `spaced`
-streams with --stream-interval 0.05: an answer's events at least so many seconds apart.
+same server for answers that are not streamed: what is left then is HTTP, chat template and tokenizer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from dscale.evaluate.plan import Arm, Plan
 
 LENGTH = 1024  # tokens of prompt and answer
 MOST = 16  # sequences decoded together, of all arms
-SPACED = "0.05"  # seconds between the events of a stream, of the arms "spaced"
 VLLM = (
     "${VLLM_PYTHON}", "{here}/vllm_server.py", "--model", "{target}", "--served-model-name", "target", "--port",
     "{port}", "--max-num-seqs", str(MOST), "--max-model-len", str(LENGTH), "--dtype", "bfloat16", "--enforce-eager",
@@ -55,8 +53,6 @@ def arms(policies: list[str], vllm: bool) -> tuple[Arm, ...]:
         found.append(Arm(f"served {policy}", "dscale", (*SERVE, policy), policy=policy))
         whole = {"stream": False}
         found.append(Arm(f"served {policy}, whole", "dscale", (*SERVE, policy), policy=policy, body=whole))
-        spaced = (*SERVE, policy, "--stream-interval", SPACED)
-        found.append(Arm(f"served {policy}, spaced", "dscale", spaced, policy=policy))
         found.append(Arm(f"in process {policy}", settings=own | {"max_model_len": LENGTH}))
     return tuple(found)
 
