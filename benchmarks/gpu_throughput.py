@@ -61,7 +61,7 @@ T_95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Stud
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration of the engine. eager: no captured steps."""
+    """One configuration of the engine. eager: no captured steps; width: of the blocks, None for the drafter's own."""
 
     name: str
     policy: str
@@ -69,16 +69,19 @@ class Arm:
     layout: str = "packed"
     eager: bool = False
     deterministic: bool = False
+    width: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """From a name of ARMS or policy[@slots][+flag…]."""
+        """From a name of ARMS or policy[@slots][+flag…], w12 among the flags for blocks of 12."""
         head, *flags = ARMS.get(text, text).split("+")
         policy, _, slots = head.partition("@")
-        unknown = [flag for flag in flags if flag not in FLAGS]
+        widths = [int(flag[1:]) for flag in flags if flag[:1] == "w" and flag[1:].isdigit()]
+        unknown = [flag for flag in flags if flag not in FLAGS and not flag[1:].isdigit()]
         require(not unknown, f"arm {text!r}: {unknown} not known; flags are {', '.join(FLAGS)}")
         layout = next((flag for flag in flags if flag in ("wide", "narrow")), "packed")
-        return cls(text, policy, float(slots or 8), layout, "eager" in flags, "deterministic" in flags)
+        width = widths[0] if widths else None
+        return cls(text, policy, float(slots or 8), layout, "eager" in flags, "deterministic" in flags, width)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def build(arm: Arm, models: Models, args: argparse.Namespace, concurrency: int) 
     length = args.prompt_tokens + args.output_tokens + 1
     return LLM(
         models.loaded, drafter=None if arm.policy == "off" else models.drafter, predictor=models.predictor,
-        policy=arm.policy, slots=arm.slots, simulate=acceptance(args), dtype=args.dtype, device=args.device,
+        policy=arm.policy, slots=arm.slots, width=arm.width, simulate=acceptance(args), dtype=args.dtype,
+        device=args.device,
         max_requests=concurrency, max_model_len=length, max_prefill_tokens=args.prefill_tokens,
         num_pages=concurrency * pages_for(length + 64) + 2, prefix_caching=False, attention_layout=arm.layout,
         deterministic=arm.deterministic, graphs=not arm.eager,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from dataclasses import replace
 
@@ -100,3 +101,15 @@ def test_capture_cost_is_counted() -> None:
     assert counters.graphs == 3
     assert counters.seconds > 0
     assert counters.memory > 0
+
+
+def test_switches_of_policy_leave_no_memory_behind() -> None:
+    llm = on_gpu("dvl")
+    held = []
+    for _ in range(3):
+        for policy in ("full", "off", "dvl"):
+            llm.switch(policy)
+            tokens(llm, prompts(4), GREEDY)
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[2] - held[1] < 1 << 20

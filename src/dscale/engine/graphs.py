@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol, TypeVar
 
 import torch
@@ -82,6 +83,12 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The side stream of all captures on a device: cuBLAS keeps a workspace (32 MiB) for each stream it ever ran on."""
+    return torch.cuda.Stream(device)
+
+
 class CudaCapture:
     """CUDA graphs out of one memory pool, captured on one side stream."""
 
@@ -89,7 +96,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = capture_stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
