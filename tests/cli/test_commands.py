@@ -157,6 +157,13 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
     assert all(part in lines[0] for part in parts), lines[0]
 
 
+def test_deterministic_reaches_the_engine(dscale, pair):
+    refused(dscale("generate", *pair, "--deterministic", "--tp", 2, "w1"), "deterministic: not with tensor_parallel 2")
+    code, out, _ = dscale("generate", *pair, "--deterministic", "--max-tokens", 4, "w1")  # on a CPU it always is
+    assert code == 0
+    assert out == dscale("generate", *pair, "--max-tokens", 4, "w1")[1]
+
+
 def test_missing_model(dscale):
     refused(dscale("generate", "-m", "no/such/thing/here", "w1"), "no/such/thing/here", "smollm2-135m")
 

@@ -137,6 +137,7 @@ def test_check_says_what_would_be_served(dscale, target):
         (("TARGET", "--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("TARGET", "--port", 99999), "port: 99999"),
         (("TARGET", "--api-key", "short"), "api_key"),
+        (("TARGET", "--deterministic", "--tp", 2), "deterministic: not with tensor_parallel 2"),
         ((), "MODEL: missing"),
     ],
 )

@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused_in_a_line(flags: dict, message: str) -> None:
 
 
 def test_the_command_refuses_without_a_trace(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    for line in ("M --engine vllm", "M --tp 2", "M -d D --engine sglang --policy dspark"):
+    for line in ("M --engine vllm", "M --engine-arg x", "M -d D --engine sglang --policy dspark"):
         monkeypatch.setattr(sys, "argv", ["dscale", "serve", *line.split()])
         with pytest.raises(SystemExit) as ended:
             dscale()

@@ -49,6 +49,7 @@ def generate(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     graphs: o.Graphs = True,
+    deterministic: o.Deterministic = False,
     tp: o.TensorParallel = 1,
     max_tokens: o.MaxTokens = 256,
     temperature: o.Temperature = 0.0,
@@ -81,7 +82,7 @@ def generate(
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
         dtype=dtype, device=device, max_requests=max_requests, recorder=recorder, graphs=graphs,
-        simulate=o.simulated(simulate), tensor_parallel=tp,
+        simulate=o.simulated(simulate), tensor_parallel=tp, deterministic=deterministic,
     )  # fmt: skip
     pending = [row for row in rows if row.id not in done]
     ids = [token_ids(llm, row, raw) for row in pending]

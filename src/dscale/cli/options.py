@@ -30,6 +30,9 @@ Layout = Annotated[str | None, typer.Option("--layout", help="Anchor layout of t
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 Graphs = Annotated[bool, typer.Option("--graphs/--no-graphs", help="On a GPU: capture decode steps as CUDA graphs.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="On a GPU: the text of `off` in bfloat16 too, whatever the batch.")
+]
 TensorParallel = Annotated[int, typer.Option("--tp", help="Processes, each with a GPU, that share the model.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]

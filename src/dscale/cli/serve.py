@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import asyncio
 
 
-NO_SETTINGS = ("config", "check", "engine", "tp", "engine_arg")  # of the command alone
+NO_SETTINGS = ("config", "check", "engine", "engine_arg")  # of the command alone
 
 
 def serve(
@@ -38,6 +38,13 @@ def serve(
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option("--tensor-parallel", "--tp", help="Processes, each with a GPU, that share the model.")
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic/--no-deterministic",
+            help="On a GPU: the text of `off` in bfloat16 too, whatever the batch.",
+        ),
     ] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most sequences decoded together (16).")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer.")] = None,
@@ -79,7 +86,6 @@ def serve(
     refit_keep: Annotated[int | None, typer.Option(help="Most records in memory (50000).")] = None,
     refit_dir: Annotated[str | None, typer.Option(help="Folder that keeps the last accepted predictor.")] = None,
     engine: Annotated[str, typer.Option(help="dscale, or sglang: SGLang with this project's plug-in.")] = "dscale",
-    tp: Annotated[int, typer.Option(help="GPUs that share the model; sglang only.")] = 1,
     engine_arg: Annotated[list[str] | None, typer.Option(help="Passed on to SGLang as it is; repeatable.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of these flags.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Say whether the server would start, and exit.")] = False,
@@ -93,8 +99,8 @@ def serve(
     given = {name: value for name, value in locals().items() if name not in NO_SETTINGS}
     flags = {name: value or None if isinstance(value, list) else value for name, value in given.items()}
     if engine != "dscale":
-        _run_sglang(engine, flags, tp, engine_arg or [], config, check)
-    require(tp == 1 and not engine_arg, "--tp, --engine-arg: only --engine sglang has them")
+        _run_sglang(engine, flags, engine_arg or [], config, check)
+    require(not engine_arg, "--engine-arg: only --engine sglang has it")
     _need_packages()
     from dscale.serve.settings import resolve_settings
 
@@ -110,16 +116,15 @@ def serve(
     _run(settings)
 
 
-def _run_sglang(
-    engine: str, flags: dict[str, object], tp: int, extra: list[str], config: Path | None, check: bool
-) -> NoReturn:
+def _run_sglang(engine: str, flags: dict[str, Any], extra: list[str], config: Path | None, check: bool) -> NoReturn:
     """Start SGLang with the plug-in; with check only say how."""
     require(engine == "sglang", f"--engine: {engine!r} is not known; allowed are dscale, sglang")
     from dscale.integrations.sglang import launch
 
     if config is not None:
         os.environ["DSCALE_CONFIG"] = str(config)
-    planned = launch.plan(flags, tp, extra)
+    tp = flags.pop("tensor_parallel")
+    planned = launch.plan(flags, 1 if tp is None else tp, extra)
     launch.check_installed()
     if check:
         command = ["***" if part and part == planned.api_key else part for part in planned.command]

@@ -18,7 +18,7 @@ from dscale.serve.messages import RefitOptions
 SECRET = ("api_key",)
 ENGINE = (
     "dtype", "device", "max_requests", "max_model_len", "max_prefill_tokens", "num_pages", "memory_fraction",
-    "prefix_caching", "tensor_parallel",
+    "prefix_caching", "tensor_parallel", "deterministic",
 )  # fmt: skip
 SPECULATION = ("drafter", "predictor", "policy", "width", "slots", "layout")
 
@@ -52,6 +52,7 @@ class ServerSettings:
     memory_fraction: float = 0.3
     prefix_caching: bool = True
     tensor_parallel: int = 1
+    deterministic: bool = False
     seed: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
