@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from gpu_smoke import QUESTIONS
-from gpu_throughput import Arm, Loop, auto_over_best, compare, geometric_means, release, summary
+from gpu_throughput import Arm, Loop, auto_over_best, compare, geometric_means, release, window
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -221,17 +221,9 @@ class RealLoop(Loop):
 
 
 def measure(llm: LLM, concurrency: int, args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
-    """One window of one arm: the row of gpu_throughput.summary, without its note."""
+    """One window of one arm, which finds no prompt in the cache."""
     llm.engine.scheduler.pool.clear_cached()
-    loop = RealLoop(llm, concurrency, args, prompts)
-    loop.warm()
-    llm.engine.counters.__init__()  # type: ignore[misc]
-    counters, finished, began = llm.engine.counters, loop.finished, time.perf_counter()
-    while time.perf_counter() - began < args.window:
-        loop.step()
-    row = summary(counters, [], time.perf_counter() - began, loop.finished - finished)
-    loop.close()
-    return {key: value for key, value in row.items() if key not in ("note", "interval_ms")}
+    return window(RealLoop(llm, concurrency, args, prompts), args.window)
 
 
 def engines(loaded: LoadedTarget, arms: str, args: argparse.Namespace, most: int) -> dict[str, LLM]:

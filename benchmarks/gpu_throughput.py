@@ -163,13 +163,17 @@ class Loop:
 
 def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run: tokens per second and what its steps did."""
-    loop = Loop(llm, concurrency, args)
+    return {"note": SIMULATED} | window(Loop(llm, concurrency, args), args.seconds)
+
+
+def window(loop: Loop, seconds: float) -> dict[str, Any]:
+    """The loop warmed, measured for so many seconds and LEAST_STEPS at least, and closed."""
     loop.warm()
-    llm.engine.counters.__init__()  # type: ignore[misc]
-    counters, plain = llm.engine.counters, []
+    counters, plain = loop.engine.counters, []
+    counters.__init__()  # type: ignore[misc]
     finished, began = loop.finished, time.perf_counter()
     last, quiet, now = began, False, began
-    while now - began < args.seconds or counters.steps < LEAST_STEPS:
+    while now - began < seconds or counters.steps < LEAST_STEPS:
         prefilled = counters.prefill_seconds
         loop.step()
         now = time.perf_counter()
@@ -177,15 +181,15 @@ def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, A
         if quiet and was_quiet:  # with results a step late a prefill shows in the interval after its own
             plain.append(now - last)
         last = now
-    loop.close()
-    return summary(counters, plain, now - began, loop.finished - finished)
+    row = summary(counters, plain, now - began, loop.finished - finished)
+    loop.close()  # its last steps do not count
+    return row
 
 
 def summary(counters: Any, plain: Sequence[float], seconds: float, finished: int) -> dict[str, Any]:
     """The row of a run. interval_ms: between steps without prefill, gaps of the host included."""
     steps, lanes = max(counters.steps, 1), max(counters.request_steps, 1)
     return {
-        "note": SIMULATED,
         "tokens": counters.emitted,
         "seconds": seconds,
         "tokens_per_s": counters.emitted / seconds,

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 MINIATURE = [
     "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--count", "3", "--reference-tokens", "8",
-    "--exact-tokens", "12", "--output-tokens", "24", "--max-model-len", "120", "--window", "0.1", "--warm-steps", "2",
+    "--exact-tokens", "12", "--output-tokens", "24", "--max-model-len", "120", "--window", "0", "--warm-steps", "2",
     "--repeats", "2", "--concurrency", "2,1", "--cost-concurrency", "2",
 ]  # fmt: skip
 
@@ -24,7 +24,10 @@ def real() -> ModuleType:
     return gpu_real
 
 
-def test_miniature(real: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_miniature(
+    real: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_throughput.LEAST_STEPS", 5)
     out = tmp_path / "record.json"
     record = real.main([*MINIATURE, "--out", str(out)])
     assert json.loads(out.read_text()) == json.loads(json.dumps(record))
