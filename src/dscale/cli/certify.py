@@ -20,29 +20,21 @@ from dscale.config import require
 if TYPE_CHECKING:
     from dscale.evaluate.certificate_record import Certificate, CertificateRecord
 
-Prompts = Annotated[
-    list[str] | None,
-    typer.Option(help="FILE or FILE=NAME (JSONL), gsm8k, humaneval, mbpp, mt-bench or built-in; repeatable."),
-]
-Limit = Annotated[int, typer.Option(help="Prompts of each source, spread over it; 0 takes all.")]
-Longest = Annotated[int, typer.Option(help="Prompts of more tokens are left out.")]
-Requests = Annotated[int, typer.Option(help="Requests decoded side by side.")]
-
 
 def certify(
-    model: Annotated[str, typer.Argument(help="Folder, hub id, GGUF file or alias; a server's: its tokenizer.")],
+    model: o.CheckedModel,
     policy: Annotated[list[str] | None, typer.Option(help="Policy to certify, default auto; repeatable.")] = None,
-    prompts: Prompts = None,
-    limit: Limit = 16,
+    prompts: o.PromptSets = None,
+    limit: o.Limit = 16,
     max_tokens: o.MaxTokens = 96,
-    longest: Longest = 1024,
+    longest: o.Longest = 1024,
     exact: Annotated[
         bool | None,
         typer.Option("--exact/--floor", help="Demand equality, or no more than the floor; exact in float32 on a CPU."),
     ] = None,
     seeded: Annotated[bool, typer.Option("--seeded", help="Certify seeded sampling too, beside greedy.")] = False,
     temperature: Annotated[float, typer.Option(help="Of seeded sampling.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Prompt i is sampled with this seed + i.")] = 0,
+    seed: o.SeedOfPrompts = 0,
     drafter: o.Drafter = "auto",
     predictor: o.Predictor = "auto",
     width: o.Width = None,
@@ -50,11 +42,11 @@ def certify(
     layout: o.Layout = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    max_requests: Requests = 16,
+    max_requests: o.Requests = 16,
     base_url: Annotated[str | None, typer.Option(help="Certify this OpenAI-compatible server instead.")] = None,
     reference_url: Annotated[str | None, typer.Option(help="Its reference, without speculation.")] = None,
-    served_model: Annotated[str | None, typer.Option(help="Model's name there; default the first.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the record, JSON.")] = None,
+    served_model: o.ServedModel = None,
+    out: o.RecordFile = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Certify that speculation changes no text: exit code 0 certified, 1 not.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,6 +44,17 @@ Simulate = Annotated[
     str | None,
     typer.Option("--simulate-acceptance", help="Make acceptance up: a mean progress such as 6.09, or a trace file."),
 ]
+CheckedModel = Annotated[str, typer.Argument(help="Folder, hub id, GGUF file or alias; a server's: its tokenizer.")]
+PromptSets = Annotated[
+    list[str] | None,
+    typer.Option(help="FILE or FILE=NAME (JSONL), gsm8k, humaneval, mbpp, mt-bench or built-in; repeatable."),
+]
+Limit = Annotated[int, typer.Option(help="Prompts of each source, spread over it; 0 takes all.")]
+Longest = Annotated[int, typer.Option(help="Prompts of more tokens are left out.")]
+SeedOfPrompts = Annotated[int, typer.Option(help="Prompt i is sampled with this seed + i.")]
+Requests = Annotated[int, typer.Option(help="Requests decoded side by side.")]
+ServedModel = Annotated[str | None, typer.Option(help="The model's name on the server; default its first.")]
+RecordFile = Annotated[Path | None, typer.Option(help="File for the record, JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 errors = Console(stderr=True)

@@ -14,7 +14,6 @@ import typer
 
 from dscale.cli import checked
 from dscale.cli import options as o
-from dscale.cli.certify import Limit, Longest, Prompts, Requests
 from dscale.config import require
 
 if TYPE_CHECKING:
@@ -22,22 +21,22 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    model: Annotated[str, typer.Argument(help="Folder, hub id, GGUF file or alias; a server's: its tokenizer.")],
+    model: o.CheckedModel,
     policy: Annotated[list[str] | None, typer.Option(help="Arm, default off and auto; repeatable.")] = None,
-    prompts: Prompts = None,
-    limit: Limit = 16,
+    prompts: o.PromptSets = None,
+    limit: o.Limit = 16,
     max_tokens: o.MaxTokens = 96,
-    longest: Longest = 1024,
+    longest: o.Longest = 1024,
     temperature: o.Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Prompt i is sampled with this seed + i.")] = 0,
+    seed: o.SeedOfPrompts = 0,
     drafter: o.Drafter = "auto",
     predictor: o.Predictor = "auto",
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    max_requests: Requests = 16,
+    max_requests: o.Requests = 16,
     base_url: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead.")] = None,
-    served_model: Annotated[str | None, typer.Option(help="The model's name on the server; default its first.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the record, JSON.")] = None,
+    served_model: o.ServedModel = None,
+    out: o.RecordFile = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Flip hazard a token and share of sequences that diverge, by arm; no gate may be tighter than this.
