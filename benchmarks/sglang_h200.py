@@ -9,9 +9,10 @@ SGLang for each arm serves all concurrencies, one after the other; every c is a 
 After --warm-steps decode steps with c requests, tokens are counted for --seconds, prefill inside the window. Steps are
 those that sglang_hooks.py writes down.
 
-Arms: off, dflash or dscale, then +BACKEND (fa3, triton, flashinfer; of dscale for prompts) and for dscale any of
-+POLICY (full, fixed:W, dvl), +N slots, +wide, +narrow, +eager. "dscale" is dvl at 8 slots with an untrained predictor:
-its cost is real, and the trace's q take the place of what it says.
+Arms: off, dflash or dscale, then +BACKEND (fa3, triton, flashinfer; of dscale for prompts), +eager, +plan (SGLang's
+SGLANG_ENABLE_OVERLAP_PLAN_STREAM) and for dscale any of +POLICY (full, fixed:W, dvl), +N slots, +wide, +narrow, +pieces
+(DSCALE_GRAPHS=0: of a step its two passes alone are graphs) and +wait (DSCALE_AHEAD=0). "dscale" is dvl at 8 slots with
+an untrained predictor: its cost is real, and the trace's q take the place of what it says.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ from typing import Any
 
 BACKENDS = ("fa3", "triton", "flashinfer", "torch_native", "dscale")
 LAYOUTS = ("packed", "wide", "narrow")
+SWITCHES = {  # variables of an arm's process
+    "pieces": ("DSCALE_GRAPHS", "0"),
+    "wait": ("DSCALE_AHEAD", "0"),
+    "plan": ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1"),
+}
 
 
 def parse_arm(text: str) -> dict[str, Any]:
@@ -40,7 +46,8 @@ def parse_arm(text: str) -> dict[str, Any]:
     if kind not in ("off", "dflash", "dscale"):
         sys.exit(f"arm {text!r}: {kind!r} is not known; allowed are off, dflash, dscale")
     arm: dict[str, Any] = {"name": text, "kind": kind, "policy": "dvl", "slots": 8, "layout": "packed", "eager": False}
-    for part in parts:
+    arm["switches"] = dict(SWITCHES[part] for part in parts if part in SWITCHES)
+    for part in [one for one in parts if one not in SWITCHES]:
         if part in BACKENDS:
             arm["backend"] = part
         elif part in LAYOUTS:
@@ -68,6 +75,7 @@ def environment(arm: dict[str, Any], args: argparse.Namespace, log: Path) -> dic
         "DSCALE_PREDICTOR": "random",
         "DSCALE_ATTENTION_LAYOUT": arm["layout"],
         "DSCALE_SIMULATE": args.trace or str(args.progress),
+        **arm["switches"],
     }
 
 

@@ -83,12 +83,12 @@ def test_texts_are_those_of_plain_decoding(pair: Path, expected: list[list[int]]
     rounds = rounds_for(expected)
     full = run(pair, tmp_path, rounds, DSCALE_POLICY="full")
     assert full["plugin"]["policy"] == "full"
-    assert full["plugin"]["rows"] == WIDTH
+    assert (full["plugin"]["rows"], full["plugin"]["graphs"]) == (WIDTH, 0)
     check_greedy(full, expected)
 
     settings = {"DSCALE_POLICY": "dvl", "DSCALE_SLOTS": "4", "DSCALE_PREDICTOR": str(tmp_path / "predictor")}
-    dvl = run(pair, tmp_path, rounds, **settings)
-    assert (dvl["plugin"]["policy"], dvl["plugin"]["rows"]) == ("dvl", 4)
+    dvl = run(pair, tmp_path, rounds, DSCALE_GRAPHS="2", **settings)  # greedy steps over the memory of captured ones
+    assert (dvl["plugin"]["policy"], dvl["plugin"]["rows"], dvl["plugin"]["graphs"]) == ("dvl", 4, 3)
     check_greedy(dvl, expected)
 
     # By this project's noise: the same text under both policies where the first token, SGLang's own, is the same.

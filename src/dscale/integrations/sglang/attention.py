@@ -44,6 +44,7 @@ class DScaleAttention(AttentionBackend):
         deterministic = bool(runner.server_args.enable_deterministic_inference)
         self.options = AttentionOptions(Settings.read().attention_layout, deterministic)
         self.batch: RaggedBatch | None = None
+        self._arrivals: Tensor | None = None
         if self.table.dtype is not torch.int32:
             raise InputError(f"attention backend dscale: req_to_token is {self.table.dtype}, int32 is needed")
 
@@ -83,6 +84,11 @@ class DScaleAttention(AttentionBackend):
             page_table=self.table, lanes=lanes.long(), starts=starts, contexts=contexts,
             max_rows=most, max_context=bound, path=path, options=self.options,
         )  # fmt: skip
+
+    def over(self, starts: Tensor, contexts: Tensor, lanes: Tensor) -> RaggedBatch:
+        """Rows of a step that is captured whole: int64 [N+1], [N], [N] of its own memory."""
+        batch = self._ragged(starts, contexts, lanes, self.width)
+        return batch if self._arrivals is None else replace(batch, arrivals=self._arrivals)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Memory that captured launches read, for at most max_bs requests."""

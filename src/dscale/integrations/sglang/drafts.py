@@ -116,9 +116,11 @@ class Drafts:
         q = predicted_survival(self.predictor, top, hidden, live, initial, self.projections)
         return Draft(top.ids[..., 0], q, top)
 
-    def lengths(self, draft: Draft, live: Tensor) -> Tensor:
-        """k [N] int64: `rows` for each request, or as many shared out where q promises most."""
+    def lengths(self, draft: Draft, live: Tensor, spare: bool = False) -> Tensor:
+        """k [N] int64: `rows` for each request, or as many shared out where q promises most; 0 for lanes not live,
+        which there are only with spare."""
         if draft.survival is None:
             return live.long() * self.rows
         seeded = self.settings.policy.endswith(":seeded")
-        return (allocate_seeded if seeded else allocate_exact)(draft.survival, self.rows * live.shape[0], live)
+        total = live.sum() * self.rows if spare else self.rows * live.shape[0]
+        return (allocate_seeded if seeded else allocate_exact)(draft.survival, total, live)

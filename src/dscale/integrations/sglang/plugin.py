@@ -43,6 +43,8 @@ def register() -> None:
     algorithm(_worker)
     HookRegistry.register("sglang.srt.speculative.dflash_utils.validate_dflash_request", _refuse, HookType.AFTER)
     HookRegistry.register("sglang.srt.speculative.spec_utils.spec_need_hidden_states", _no_hidden, HookType.AFTER)
+    barrier = "sglang.srt.managers.scheduler.Scheduler._apply_war_barrier"
+    HookRegistry.register(barrier, _hold_back, HookType.AFTER)
 
 
 def _attention(runner: Any) -> Any:
@@ -67,6 +69,12 @@ def _refuse(error: str | None, request: Any, *_: Any) -> str | None:
 def _no_hidden(needed: bool, server_args: ServerArgs | None = None) -> bool:
     """Nothing but tokens and lengths passes from a step to the next, as with DFLASH."""
     return needed and not _is_served(server_args)
+
+
+def _hold_back(result: None, scheduler: Any) -> None:
+    """See fence.py: where the host does not wait for a step, the scheduler's stream must."""
+    if getattr(scheduler.model_worker, "ahead", False):
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 
 def _is_served(server_args: ServerArgs | None = None) -> bool:

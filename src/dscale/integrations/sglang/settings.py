@@ -26,7 +26,9 @@ class Settings:
 
     predictor: a folder, or "random" for what it costs without what it knows. attention_layout: packed, or narrow and
     wide of the paper (kernels/attention.py). simulate: mean progress or a trace's path (speculation/simulated.py);
-    empty: acceptance is what it is.
+    empty: acceptance is what it is. graphs: 1 captures decode steps whole where the device captures, 0 does not; 2, on
+    a CPU, runs the steps that would be captured (for tests). ahead: 1 lets the host prepare the next step while the
+    device runs one, 0 waits as SGLang does.
     """
 
     policy: str = "full"
@@ -34,6 +36,8 @@ class Settings:
     predictor: str = ""
     attention_layout: str = "packed"
     simulate: str = ""
+    graphs: int = 1
+    ahead: int = 1
 
     def __post_init__(self) -> None:
         SpeculationConfig(self.policy, slots=self.slots)
@@ -42,6 +46,9 @@ class Settings:
         layouts = ", ".join(ATTENTION_LAYOUTS)
         good = self.attention_layout in ATTENTION_LAYOUTS
         require(good, f"attention_layout: {self.attention_layout!r}; allowed are {layouts}")
+        for name, most in (("graphs", 2), ("ahead", 1)):
+            value = getattr(self, name)
+            require(0 <= value <= most, f"{name}: {value}; allowed are whole numbers from 0 to {most}")
         needs = self.kind == "dvl" and not self.predictor
         require(not needs, "policy 'dvl' needs a predictor: set DSCALE_PREDICTOR to its folder, or use confidence")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from dscale.kernels.top_logits import argmax
 from dscale.speculation.packing import Packed, PackedRows
 from dscale.speculation.sampling import RowParams, draw
+from dscale.speculation.transfer import place
 
 
 @dataclass
@@ -43,13 +44,13 @@ class Requests:
             return
         self._key = key
         seeds = [seed_of(request) for request in batch.reqs]
-        self.seeds = torch.tensor(seeds, dtype=torch.int64).to(self.device, non_blocking=True)
+        self.seeds = place(seeds, torch.int64, self.device)
 
     def initial(self, batch: Any) -> Tensor:
         """Requests in their first step after the prompt, bool [N] (the host's view, which may lag a step behind)."""
         first = [len(request.output_ids) <= 1 for request in batch.reqs]
         if first != self._first:  # seldom: a copy to the device is not free
-            self._first, self._initial = first, torch.tensor(first).to(self.device, non_blocking=True)
+            self._first, self._initial = first, place(first, torch.bool, self.device)
         return self._initial
 
     def params(self, sampling: Any, packed: Packed, rows: PackedRows) -> RowParams:
@@ -80,6 +81,11 @@ def refusal(request: Any) -> str | None:
     }
     found = [name for name, wanted in named.items() if wanted]
     return f"DSCALE does not support {', '.join(found)} on SGLang" if found else None
+
+
+def greedy(sampling: Any) -> bool:
+    """Whether the highest logit is every row's token."""
+    return sampling is None or (sampling.is_all_greedy and sampling.logit_bias is None)
 
 
 def choose(logits: Tensor, sampling: Any, requests: Requests, packed: Packed, rows: PackedRows) -> Tensor:

@@ -5,7 +5,8 @@ SGLang's DFLASH worker owns models, caches, prompts and what passes between step
     anchors ─► drafter ─► q ─► k ─► pack ─► target ─► accept ─► draft keys of the verified rows
     (N,)       (N, W)                (M,)    (M, V)    (N,)      (M,)
 
-with M = rows · N, so that SGLang's graphs are captured for `rows` tokens a request in place of W.
+with M = rows · N, so that SGLang's graphs are captured for `rows` tokens a request in place of W. Steps of greedy
+requests are captured whole (passes.py, graphs.py); others are launched piece by piece, passes as SGLang's graphs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner import model_capture_mode
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
 from sglang.srt.server_args import get_global_server_args
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -26,15 +30,18 @@ from torch import Tensor
 
 import dscale
 from dscale.config import AnchorLayout, require
+from dscale.engine.graphs import CudaCapture, buckets
 from dscale.integrations.sglang import attention
 from dscale.integrations.sglang.counters import Counters
 from dscale.integrations.sglang.drafts import Drafts, Head
+from dscale.integrations.sglang.fence import Fence
+from dscale.integrations.sglang.graphs import Rerun, StepGraphs
+from dscale.integrations.sglang.passes import Passes, backend_of
 from dscale.integrations.sglang.settings import Settings
-from dscale.integrations.sglang.verify import RaggedVerifyInput, Requests, choose
+from dscale.integrations.sglang.stages import Decision, Lanes, Settled, Stages
+from dscale.integrations.sglang.verify import RaggedVerifyInput, Requests, choose, greedy
 from dscale.models.drafter_config import read_drafter_config
-from dscale.speculation.acceptance import accept
-from dscale.speculation.packing import Packed, PackedRows, pack_rows
-from dscale.speculation.policies import Draft
+from dscale.speculation.transfer import place_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +59,9 @@ class DScaleWorker(DFlashWorkerV2):
         vocab = int(target.model_config.vocab_size)
         self.drafts = Drafts(self.settings, self.block_size, Head.of(target.model.lm_head, vocab, self.group))
         self.requests = Requests(vocab, self.device)
-        simulated = self.settings.simulated
-        self.simulation = None if simulated is None else simulated.on(self.device)
+        self.cuda = torch.device(self.device).type == "cuda"
+        self.ahead = self.cuda and bool(self.settings.ahead)
+        self.graphs: StepGraphs | None = None
         self.counters = Counters(self.block_size, self.drafts.rows, bool(self.server_args.enable_metrics))
         self.draft_model.forward = _in_own_dtype(self.draft_model)
 
@@ -61,11 +69,53 @@ class DScaleWorker(DFlashWorkerV2):
         """The drafter attends by this project's kernel too."""
         self.draft_model_runner.server_args.attention_backend = attention.NAME
         super().init_attention_backends()
+        table, simulated = self.model_runner.req_to_token_pool.req_to_token, self.settings.simulated
+        simulation = None if simulated is None else simulated.on(self.device)
+        self.stages = Stages(self.drafts, table, self._mask_token_id, simulation)
         for runner in (self.model_runner, self.draft_model_runner):
-            backend = getattr(runner.attn_backend, "decode_backend", runner.attn_backend)
+            backend = backend_of(runner)
             served = isinstance(backend, attention.DScaleAttention)
             require(served, f"DSCALE: attention backend {type(backend).__name__} verifies, dscale is needed")
         self._announce()
+
+    def init_cuda_graphs(self) -> None:
+        """SGLang's, for prompts and for steps that are not captured whole; then whole steps."""
+        super().init_cuda_graphs()
+        reason = self._uncaptured()
+        if reason is None:
+            self.graphs = self._capture()
+        elif self.cuda and self.tp_rank == 0:
+            logger.info("DSCALE: decode steps are not captured whole: %s", reason)
+        get_global_server_args().dscale["graphs"] = 0 if self.graphs is None else len(self.graphs.buckets)
+
+    def _uncaptured(self) -> str | None:
+        """Why decode steps are launched piece by piece, or None."""
+        args = self.server_args
+        reasons = {
+            "DSCALE_GRAPHS=0": self.settings.graphs == 0,
+            "--disable-cuda-graph": self.cuda and args.disable_cuda_graph,
+            "a CPU": not self.cuda and self.settings.graphs < 2,
+            "several ranks": self.group is not None,
+            "LoRA": args.enable_lora,
+            "positions in three dimensions": getattr(self.model_runner, "model_is_mrope", False),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _capture(self) -> StepGraphs | None:
+        """Steps of up to as many requests as SGLang captures; None, with a warning, where that fails."""
+        most = max(self.model_runner.decode_cuda_graph_runner.capture_bs) if self.cuda else 4
+        device = self.stages.table.device
+        backend = CudaCapture(device) if self.cuda else Rerun()
+        graphs = StepGraphs(Passes(self).step, buckets(most), self.block_size, backend, device)
+        try:
+            with freeze_gc(self.server_args.enable_cudagraph_gc), model_capture_mode():
+                counters = graphs.prepare()
+        except Exception as error:  # whatever a model or a kernel cannot do in a capture: it is served without
+            text = "DSCALE: decode steps are launched piece by piece, capturing failed: %r"
+            logger.warning(text, error, exc_info=True)
+            return None
+        logger.info("DSCALE: whole decode steps of up to %d requests: %s", most, counters)
+        return graphs
 
     def _announce(self) -> None:
         """Say that the plug-in serves: in the log, and in /server_info for who wants to be sure."""
@@ -81,13 +131,35 @@ class DScaleWorker(DFlashWorkerV2):
             logger.info("DSCALE is active: %s", about)
 
     def forward_batch_generation(self, model_worker_batch: Any, on_publish: Any = None) -> GenerationBatchResult:
-        """Prompts go SGLang's way, decoding this project's."""
+        """Prompts pass the target SGLang's way, decoding is this project's."""
         batch = model_worker_batch
         mode = batch.forward_mode
+        if mode.is_extend() and batch.extend_lens and not batch.return_logprob:
+            return self._prefill(batch, on_publish)
         if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle() or batch.spec_info is None:
             return super().forward_batch_generation(batch, on_publish)
         with torch.inference_mode():
             return self._decode(batch, on_publish)
+
+    def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
+        """The target's pass over prompts, and the drafter's keys of their rows; the host waits for neither."""
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        result = self.target_worker.forward_batch_generation(batch)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        known = torch.cat([torch.arange(first, first + count) for first, count in spans])
+        positions = torch.empty(known.shape, dtype=known.dtype, device=self.device)
+        place_tensor(known, positions)
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=result.logits_output.hidden_states, cache_loc=batch.out_cache_loc, positions=positions
+        )
+        result.logits_output.hidden_states = None
+        following = self._make_next_draft_input_prefill(verified_id=result.next_token_ids, seq_lens=batch.seq_lens)
+        following.verify_done = self._done()
+        result.next_draft_input = following
+        return result
 
     def _validate_phase1_sampling_support(self, model_worker_batch: Any) -> None:
         """SGLang's DFLASH warns where it would verify sampled requests greedily; here they are sampled everywhere."""
@@ -97,64 +169,65 @@ class DScaleWorker(DFlashWorkerV2):
         if context.is_cuda:  # made on another stream
             context.record_stream(torch.cuda.current_stream())
         self.requests.update(batch)
-        anchor, lanes = carried.verified_id.long(), batch.req_pool_indices.long()
-        live = torch.ones_like(lanes, dtype=torch.bool)
+        count = context.shape[0]
+        seeds, initial = self.requests.seeds, self.requests.initial(batch)
+        if self.graphs is not None and self.graphs.fits(count) and greedy(batch.sampling_info):
+            given = Lanes(carried.verified_id, context, batch.req_pool_indices, seeds, initial, initial)
+            settled, output, captured = self.graphs.run(given), LogitsProcessorOutput(next_token_logits=None), True
+            if on_publish is not None:
+                on_publish(settled.length)
+        else:
+            live = torch.ones(count, dtype=torch.bool, device=context.device)
+            rows = batch.req_pool_indices.long()
+            lanes = Lanes(carried.verified_id.long(), context.long(), rows, seeds, initial, live)
+            settled, output, captured = self._launch(batch, lanes, on_publish)
+        # What is allocated SGLang also keeps by request; carried along, it would be read back when a request ends.
+        following = self._make_next_draft_input_decode(verified_id=settled.anchor, new_seq_lens=settled.length)
+        following.verify_done = self._done()
+        return GenerationBatchResult(
+            logits_output=output, next_token_ids=settled.tokens.flatten(), accept_lens=settled.emitted,
+            can_run_cuda_graph=captured, next_draft_input=following, speculative_num_draft_tokens=self.block_size,
+            new_seq_lens=settled.length,
+        )  # fmt: skip
+
+    def _launch(self, batch: Any, lanes: Lanes, on_publish: Any) -> tuple[Settled, Any, bool]:
+        """A step launched piece by piece, its two passes by SGLang's runners: what it made, the target's output, and
+        whether SGLang replayed a graph for that."""
         planned = self._planned(batch)
-
-        draft = self._draft(batch, planned, anchor, context, lanes, live)
-        k = self.drafts.lengths(draft, live)
-        if self.group is not None:
-            draft, k = self._agree(draft, k)
-        table = self.model_runner.req_to_token_pool.req_to_token
-        rows = self.drafts.rows * lanes.shape[0]
-        packed, flat = pack_rows(k, rows, anchor, draft.tokens, context, table, lanes, page_size=1)
-
-        output, captured = self._verify(batch, planned, packed, flat)
-        y = choose(output.next_token_logits, batch.sampling_info, self.requests, packed, flat)
-        if self.simulation is not None:
-            y = self.simulation.rewrite(y, draft, packed, self.requests.vocab)
-        outcome = accept(draft.tokens, k, y, packed.starts)
-        lengths = context + outcome.emitted
+        hidden = self._draft(batch, planned, lanes)
+        decision = self.stages.decide(hidden, lanes, None if self.group is None else self._agree)
+        output, captured = self._verify(batch, planned, decision)
+        logits, sampling = output.next_token_logits, batch.sampling_info
+        y = choose(logits, sampling, self.requests, decision.packed, decision.flat)
+        settled = self.stages.settle(y, decision, lanes.context)
         if on_publish is not None:
-            on_publish(lengths)
+            on_publish(settled.length)
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=output.hidden_states, cache_loc=flat.slots, positions=flat.positions
+            target_hidden=output.hidden_states, cache_loc=decision.flat.slots, positions=decision.flat.positions
         )
         output.hidden_states = None
-        following = self._make_next_draft_input_decode(
-            verified_id=outcome.next_anchor, new_seq_lens=lengths,
-            cur_allocated_seq_lens_cpu=carried.reserved_seq_lens_cpu,
-        )  # fmt: skip
-        following.verify_done = torch.get_device_module(self.device).Event()
-        following.verify_done.record()
-        return GenerationBatchResult(
-            logits_output=output, next_token_ids=outcome.tokens.flatten(), accept_lens=outcome.emitted.int(),
-            can_run_cuda_graph=captured, next_draft_input=following, speculative_num_draft_tokens=self.block_size,
-            new_seq_lens=lengths,
-        )  # fmt: skip
+        return settled, output, captured
 
-    def _draft(
-        self, batch: Any, planned: tuple[Tensor, int], anchor: Tensor, context: Tensor, lanes: Tensor, live: Tensor
-    ) -> Draft:
-        """One pass of the drafter over [anchor, mask, …]; slot 0 of its rows predicts nothing (layout 1+N)."""
-        count, width = lanes.shape[0], self.block_size
-        ids = torch.full((count, width), self._mask_token_id, device=anchor.device)
-        ids[:, 0] = anchor
-        positions = context[:, None] + self._block_pos_offsets
-        slots = self.model_runner.req_to_token_pool.req_to_token[lanes[:, None], positions]
+    def _done(self) -> Any:
+        """An event that the step has ended."""
+        event = Fence() if self.ahead else torch.get_device_module(self.device).Event()
+        event.record()
+        return event
+
+    def _draft(self, batch: Any, planned: tuple[Tensor, int], lanes: Lanes) -> Tensor:
+        """Hidden rows [N, W, H] of one pass of the drafter over [anchor, mask, …]."""
+        block = self.stages.block(lanes)
         embedding = self.model_runner.model.get_input_embeddings()
         known, total = planned
-        block = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY, batch_size=count, input_ids=ids.flatten(),
-            req_pool_indices=batch.req_pool_indices, seq_lens=context, seq_lens_cpu=known, seq_lens_sum=total,
-            out_cache_loc=slots.flatten().long(), positions=positions.flatten(),
-            input_embeds=embedding(ids.flatten()),
+        forward = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY, batch_size=lanes.count, input_ids=block.ids,
+            req_pool_indices=batch.req_pool_indices, seq_lens=lanes.context, seq_lens_cpu=known, seq_lens_sum=total,
+            out_cache_loc=block.slots, positions=block.positions, input_embeds=embedding(block.ids),
             spec_algorithm=SpeculativeAlgorithm.DFLASH, spec_info=self._draft_block_spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )  # fmt: skip
-        hidden = self.draft_model_runner.forward(block).logits_output.hidden_states.view(count, width, -1)
-        draft = self.drafts.read(hidden[:, 1:], live, self.requests.initial(batch))
-        return draft if self.simulation is None else self.simulation.believe(draft, self.requests.seeds, context)
+        out = self.draft_model_runner.forward(forward).logits_output
+        return out.hidden_states.view(lanes.count, self.block_size, -1)
 
     def _planned(self, batch: Any) -> tuple[Tensor, int]:
         """Upper bounds of the committed lengths that the host knows, and their sum (SGLang plans with them)."""
@@ -164,15 +237,15 @@ class DScaleWorker(DFlashWorkerV2):
         known = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
         return known, int(known.sum())
 
-    def _agree(self, draft: Draft, k: Tensor) -> tuple[Draft, Tensor]:
+    def _agree(self, drafts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rank 0 decides drafts and lengths for all."""
         assert self.group is not None
-        decided = self.group.broadcast(torch.cat([draft.tokens, k[:, None]], dim=1), src=0)
-        draft.tokens = decided[:, :-1]
-        return draft, decided[:, -1]
+        decided = self.group.broadcast(torch.cat([drafts, k[:, None]], dim=1), src=0)
+        return decided[:, :-1], decided[:, -1]
 
-    def _verify(self, batch: Any, planned: tuple[Tensor, int], packed: Packed, flat: PackedRows) -> tuple[Any, bool]:
+    def _verify(self, batch: Any, planned: tuple[Tensor, int], decision: Decision) -> tuple[Any, bool]:
         """The target over the packed rows: its output with logits [M, V] and taps [M, T·H]; whether a graph ran."""
+        packed, flat = decision.packed, decision.flat
         info = RaggedVerifyInput(
             draft_token=flat.ids,
             positions=flat.positions,
