@@ -9,7 +9,7 @@ for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -88,7 +88,7 @@ class StepGraphs:
         return self.counters
 
     def _capture(self, lanes: int) -> None:
-        seen = Lanes(*(getattr(self.memory, name)[:lanes] for name in FIELDS), spare=True)
+        seen = replace(self.memory, **{name: getattr(self.memory, name)[:lanes] for name in FIELDS})
 
         def step() -> None:
             made = self.step(seen)
