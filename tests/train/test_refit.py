@@ -16,7 +16,6 @@ from dscale.kernels.top_logits import TopLogits
 from dscale.speculation.confidence import ConfidenceModel
 from dscale.speculation.features import confidence_features, feature_size
 from dscale.speculation.predictor import Predictor, PredictorConfig, predictor_loss
-from dscale.train import refit as module
 from dscale.train.predictor import FitConfig, fit_network, predictor_of, split_by_prompt
 from dscale.train.quality import Outcomes
 from dscale.train.refit import RefitJob, Verdict, refit, top_of
@@ -66,6 +65,25 @@ def test_a_poor_predictor_is_bettered_and_the_scores_are_those_of_the_weights():
     new.take(verdict.weights)
     assert verdict.old["log_loss"] == pytest.approx(holdout_loss(old, traces), rel=1e-4)
     assert verdict.new["log_loss"] == pytest.approx(holdout_loss(new, traces), rel=1e-4)
+
+
+@pytest.mark.parametrize(("prompts", "held"), [(16, 8), (25, 8), (300, 54)])
+def test_eight_prompts_judge_at_least_and_no_fit_has_seen_them(monkeypatch, prompts, held):
+    fits = []
+
+    def fitting(*arguments, **named):
+        fits.append(fit_network(*arguments, **named))
+        return fits[-1]
+
+    monkeypatch.setattr("dscale.train.refit.fit_network", fitting)
+    traces = made_up(1200, prompts=prompts)
+    result = refit(RefitJob(traces, poor(), None, replace(FAST, epochs=1)))
+    assert result.prompts["holdout"] == pytest.approx(held, abs=0 if held == 8 else 12)
+    assert sum(result.prompts.values()) == len(np.unique(traces.prompt))
+    assert min(result.prompts.values()) >= 1
+    for fitted in fits:
+        assert len(np.unique(traces.prompt[fitted.splits["holdout"]])) == result.prompts["holdout"]
+        assert len(fitted.splits["train"]) == result.records["train"]
 
 
 def test_a_worse_fit_is_refused(monkeypatch):
@@ -165,8 +183,8 @@ def test_a_job_in_its_own_process_gives_the_same_result():
 
 
 def test_failures_have_a_reason_in_one_line():
-    few = RefitJob(made_up(40, prompts=2), poor(), None, FAST)
-    with pytest.raises(RefitFailed, match="code 2: traces: 2 prompts; train, validation and holdout need three"):
+    few = RefitJob(made_up(400, prompts=15), poor(), None, FAST)
+    with pytest.raises(RefitFailed, match="code 2: traces: 15 prompts; a refit needs 16 at least"):
         RefitProcess().run(few)
     with pytest.raises(RefitFailed, match=r"took longer than 0\.01 s and was ended"):
         RefitProcess(limit=0.01).run(few)
@@ -191,4 +209,3 @@ def test_a_killed_process_and_a_closed_one():
     assert said == ["its process ended with code -9"] * 2
     with pytest.raises(RefitFailed, match="the engine is stopping"):
         process.run(job)
-    assert module.MIN_PROMPTS >= 3

@@ -2,8 +2,9 @@
 
     refit(RefitJob(traces, predictor, confidence)) → Refit
 
-Prompts are split by a hash of their id, as `dscale fit` does. Both are judged by the log-loss of survival on the
-holdout's prompts, over positions that were verified. What is not better is not handed on.
+Prompts are split by a hash of their id, as `dscale fit` does, but of few prompts more are held out. Both are judged by
+the log-loss of survival on the holdout's prompts, over positions that were verified. What is not better is not handed
+on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dscale.config import require
 from dscale.kernels.top_logits import TopLogits
 from dscale.speculation.confidence import ConfidenceModel
 from dscale.speculation.features import CONFIDENCE
@@ -29,12 +31,14 @@ from dscale.train.predictor import (
     fit_network,
     network_of,
     predictor_of,
+    prompt_places,
     split_by_prompt,
 )
 from dscale.train.quality import Outcomes, length_scores
 from dscale.train.traces import Traces
 
-MIN_PROMPTS = 16  # different ones, so that a holdout's score says something
+MIN_PROMPTS = 16  # different ones, of which as many are left to learn from as
+MIN_HELD = 8  # prompts judge, so that their score says something
 GAIN = 1e-4  # of log-loss, in nats a position, below which nothing was gained
 SCORES = ("log_loss", "r2", "ece")
 
@@ -82,8 +86,9 @@ class Refit:
 
 
 def refit(job: RefitJob) -> Refit:
-    """Fit both and judge them. InputError for too few prompts."""
+    """Fit both and judge them. InputError for fewer prompts than MIN_PROMPTS."""
     began, traces = time.perf_counter(), job.traces
+    job = replace(job, fit=holding_out(job.fit, traces.prompt))
     splits = split_by_prompt(traces.prompt, job.fit)
     held = Outcomes.of(traces.select(splits["holdout"]))
     predictor = None if job.predictor is None else _predictor(job, job.predictor, splits, held)
@@ -91,6 +96,15 @@ def refit(job: RefitJob) -> Refit:
     records = {name: len(rows) for name, rows in splits.items()}
     prompts = {name: len(np.unique(traces.prompt[rows])) for name, rows in splits.items()}
     return Refit(predictor, confidence, records, prompts, time.perf_counter() - began)
+
+
+def holding_out(fit: FitConfig, prompt: np.ndarray) -> FitConfig:
+    """With a holdout of MIN_HELD of the prompts (ids int64 [N]) at least; InputError for too few of them."""
+    names = np.unique(prompt)
+    require(len(names) >= MIN_PROMPTS, f"traces: {len(names)} prompts; a refit needs {MIN_PROMPTS} at least")
+    needed = np.nextafter(np.sort(prompt_places(names, fit.seed))[MIN_HELD - 1], 1.0)
+    holdout = max(fit.holdout, float(needed))
+    return replace(fit, holdout=holdout, validation=min(fit.validation, (1 - holdout) / 2))
 
 
 def _predictor(job: RefitJob, old: Predictor, splits: dict[str, np.ndarray], held: Outcomes) -> Verdict:
