@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import resource
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +18,7 @@ from dscale.models.loader import load_target
 from dscale.train.artifacts import Stage
 from dscale.train.corpus import build_corpus
 from dscale.train.rows import answers, load_part
+from tests.cli.processes import Running, small_disk
 from tests.cli.test_commands import dscale, folders, refused  # noqa: F401
 
 WORDS = [f"w{n}" for n in range(40)]
@@ -52,11 +47,7 @@ def whole(folders, prompts, tmp_path_factory) -> Path:  # noqa: F811
 
 def command(folders, out: Path, prompts: Path, *more: object) -> list[str]:  # noqa: F811
     asked = [folders["target"], out, "--prompts", prompts, "--answers", 2, *OPTIONS, *more]
-    return [sys.executable, "-m", "dscale", "corpus", *map(str, asked)]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
+    return ["corpus", *map(str, asked)]
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -109,15 +100,10 @@ def test_answers_are_the_targets_own(folders, whole):  # noqa: F811
 
 def test_killed_while_answering_it_goes_on_and_ends_with_the_same_bytes(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
     out = tmp_path / "corpus"
-    run = subprocess.Popen(command(folders, out, prompts), env=environment())
-    deadline = time.monotonic() + 200
-    while not list(out.glob("raw/*.json")) and run.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    Running(*command(folders, out, prompts), OMP_NUM_THREADS="1").kill_once(lambda: list(out.glob("raw/*.json")))
     assert json.loads((out / "manifest.json").read_text())["summary"] is None
     assert 1 <= len(list(out.glob("raw/*.json"))) < 5
-    assert dscale(*command(folders, out, prompts)[3:])[0] == 0
+    assert dscale(*command(folders, out, prompts))[0] == 0
     assert json.loads((out / "timing.json").read_text())["parts"] < 5
     assert hashes(out) == hashes(whole)
 
@@ -130,10 +116,10 @@ def test_stopped_while_packing_it_ends_with_the_same_bytes(dscale, folders, prom
 
     with monkeypatch.context() as broken:
         broken.setattr(Stage, "finish", stop)
-        assert dscale(*command(folders, out, prompts)[3:])[0] == 130
+        assert dscale(*command(folders, out, prompts))[0] == 130
     assert (out / "train-000.safetensors").exists()
     assert len(list(out.glob("raw/*.json"))) == 5
-    assert dscale(*command(folders, out, prompts)[3:])[0] == 0
+    assert dscale(*command(folders, out, prompts))[0] == 0
     assert hashes(out) == hashes(whole)
 
 
@@ -142,21 +128,17 @@ def test_several_processes_make_the_same_corpus(folders, prompts, whole, tmp_pat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    base = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    runs = [
-        subprocess.Popen(command(folders, out, prompts, "--json"), env=base | {"RANK": str(rank)}, stdout=-1)
-        for rank in (0, 1)
-    ]
-    printed = [run.communicate(timeout=200)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert printed[1] == b""
-    assert json.loads(printed[0])["parts"]["train"]["conversations"] > 0
+    base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    runs = [Running(*command(folders, out, prompts, "--json"), **base, RANK=rank) for rank in ("0", "1")]
+    first, second = (run.ended() for run in runs)
+    assert (first[0], second[:2]) == (0, (0, "")), first[2] + second[2]
+    assert json.loads(first[1])["parts"]["train"]["conversations"] > 0
     assert hashes(out) == hashes(whole)
 
 
 def test_run_again_it_changes_nothing_and_other_options_are_refused(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
     before = hashes(whole)
-    arguments = command(folders, whole, prompts)[3:]
+    arguments = command(folders, whole, prompts)
     code, out, _ = dscale(*arguments)
     assert code == 0
     assert "complete" in out
@@ -164,7 +146,7 @@ def test_run_again_it_changes_nothing_and_other_options_are_refused(dscale, fold
     refused(dscale(*arguments, "--temperature", 0.5), "temperature 0.7", "0.5")
     other = tmp_path / "p.jsonl"
     other.write_text(prompts.read_text() + '\n{"prompt": "w1 w9"}')
-    changed = command(folders, whole, other)[3:]
+    changed = command(folders, whole, other)
     refused(dscale(*changed), "was made with sources")
     assert hashes(whole) == before
 
@@ -177,7 +159,7 @@ def test_another_target_and_a_damaged_shard_are_refused(dscale, folders, prompts
     tensors = load_file(stranger / "model.safetensors")
     tensors["model.norm.weight"] += 1
     save_file(tensors, stranger / "model.safetensors", metadata={"format": "pt"})
-    arguments = command({"target": stranger}, whole, prompts)[3:]
+    arguments = command({"target": stranger}, whole, prompts)
     refused(dscale(*arguments), "was made with target_hashes")
     with pytest.raises(ValueError, match="written by another target"):
         load_part(whole, "train", target_hashes(load_target(str(stranger), torch.float32)))
@@ -187,7 +169,7 @@ def test_another_target_and_a_damaged_shard_are_refused(dscale, folders, prompts
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    arguments = command(folders, broken, prompts)[3:]
+    arguments = command(folders, broken, prompts)
     refused(dscale(*arguments), "train-000.safetensors: corrupt")
     path.unlink()
     assert dscale(*arguments)[0] == 0
@@ -195,18 +177,11 @@ def test_another_target_and_a_damaged_shard_are_refused(dscale, folders, prompts
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
-    def small_disk() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-
     out = tmp_path / "corpus"
-    full = subprocess.run(
-        command(folders, out, prompts), env=environment(), preexec_fn=small_disk, capture_output=True, text=True
-    )
-    assert full.returncode == 2
-    assert "cannot be written" in full.stderr.splitlines()[-1]
-    assert "Traceback" not in full.stderr
-    assert dscale(*command(folders, out, prompts)[3:])[0] == 0
+    with small_disk(3000):
+        full = dscale(*command(folders, out, prompts))
+    refused(full, "cannot be written")
+    assert dscale(*command(folders, out, prompts))[0] == 0
     assert hashes(out) == hashes(whole)
 
 
@@ -228,7 +203,7 @@ def test_the_tiny_preset_on_a_real_target(dscale, smollm2_folder, tmp_path):  # 
 @pytest.mark.filterwarnings("ignore:only .* tokens a step")  # a random drafter guesses nothing
 def test_a_drafter_changes_no_byte_of_the_rows(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
     out = tmp_path / "corpus"
-    assert dscale(*command(folders, out, prompts, "--drafter", folders["drafter"])[3:])[0] == 0
+    assert dscale(*command(folders, out, prompts, "--drafter", folders["drafter"]))[0] == 0
     drafted, plain = hashes(out), hashes(whole)
     assert drafted.pop("manifest.json") != plain.pop("manifest.json")
     assert drafted == plain
@@ -254,7 +229,7 @@ def test_evaluation_prompts_are_kept_out(dscale, folders, prompts, tmp_path):  #
     bench = tmp_path / "bench.jsonl"
     first = json.loads(prompts.read_text().splitlines()[0])["prompt"]
     bench.write_text(json.dumps({"turns": ["w9 w9", first]}))
-    arguments = command(folders, tmp_path / "corpus", prompts, "--exclude", bench, "--json")[3:]
+    arguments = command(folders, tmp_path / "corpus", prompts, "--exclude", bench, "--json")
     code, printed, _ = dscale(*arguments)
     assert code == 0
     assert json.loads(printed)["sources"]["p.jsonl"]["evaluation prompt"] == 2

@@ -5,10 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from dscale.models.drafter_checkpoint import random_drafter, save_drafter, targe
 from dscale.models.loader import load_target
 from dscale.train.artifacts import Stage
 from dscale.train.rows import CORPUS, write_rows
+from tests.cli.processes import Running, small_disk
 from tests.cli.test_commands import dscale, folders, refused  # noqa: F401 (fixtures)
 from tests.conftest import tiny_drafter_config
 
@@ -67,18 +64,12 @@ def test_the_record_holds_the_three_ways_and_the_rows_they_are_made_of(whole):
     assert "| words | 12 |" in (whole / "table.md").read_text()
 
 
-def test_killed_and_run_again_ends_with_the_same_bytes(folders, prompts, whole, tmp_path):  # noqa: F811
+def test_killed_and_run_again_ends_with_the_same_bytes(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
     out = tmp_path / "out"
-    arguments = [sys.executable, "-m", "dscale", *command(folders, out, prompts)]
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        limit = time.monotonic() + 120
-        while not list(out.glob("matches-*.safetensors")) and running.poll() is None and time.monotonic() < limit:
-            time.sleep(0.002)
-        running.send_signal(signal.SIGKILL)
-    assert running.returncode == -signal.SIGKILL
+    arguments = command(folders, out, prompts)
+    Running(*arguments).kill_once(lambda: list(out.glob("matches-*.safetensors")))
     assert not (out / "record.json").exists()
-    again = subprocess.run(arguments, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
+    assert dscale(*arguments)[0] == 0
     assert hashes(out) == hashes(whole)
 
 
@@ -119,18 +110,10 @@ def test_a_lost_record_is_made_again_and_a_damaged_shard_named(dscale, folders, 
 
 def test_full_disk_is_one_line_and_the_run_goes_on_later(dscale, folders, prompts, whole, tmp_path):  # noqa: F811
     out = tmp_path / "out"
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
-        "sys.argv = ['dscale', *sys.argv[1:]]; from dscale.cli.main import run; run()"
-    )
     arguments = command(folders, out, prompts)
-    full = subprocess.run([sys.executable, "-B", "-c", code, *arguments], capture_output=True, text=True)
-    lines = [line for line in full.stderr.splitlines() if line.startswith("dscale:")]
-    assert full.returncode == 2
-    assert len(lines) == 1
-    assert "cannot be written" in lines[0]
-    assert "Traceback" not in full.stderr
+    with small_disk(4096):
+        full = dscale(*arguments)
+    refused(full, "cannot be written")
     assert not list(out.glob("*.partial"))
     assert dscale(*arguments)[0] == 0
     assert hashes(out) == hashes(whole)

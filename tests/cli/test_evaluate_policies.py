@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +12,7 @@ from dscale.evaluate.cost_curve import TimedStep, to_record
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.speculation.predictor import Predictor, PredictorConfig
 from dscale.train.artifacts import MANIFEST, write_json
+from tests.cli.processes import Running, small_disk
 from tests.cli.test_commands import dscale, folders, refused  # noqa: F401 (fixtures)
 from tests.evaluate.traces import made_up, save
 
@@ -107,25 +102,8 @@ def test_holdout_is_what_the_predictor_did_not_see(dscale, made, tmp_path) -> No
     assert traces["used"] < traces["records"]
 
 
-def start(arguments: list[object], limit: int | None = None) -> subprocess.Popen:
-    """The command in a process of its own, which cannot write files of more than `limit` bytes."""
-
-    def small_files() -> None:
-        if limit is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    command = [sys.executable, "-m", "dscale", *map(str, arguments)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=small_files)
-
-
 def test_killed_and_started_again(dscale, made, tmp_path) -> None:  # noqa: F811
-    process = start(arguments(made, tmp_path / "out", "--json"))
-    while not (tmp_path / "out" / "costs.json").exists() and process.poll() is None:
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
+    Running(*arguments(made, tmp_path / "out", "--json")).kill_once((tmp_path / "out" / "costs.json").exists)
     for out in ("out", "whole"):
         assert dscale(*arguments(made, tmp_path / out, "--json"))[0] == 0
     for name in SAME:
@@ -133,11 +111,9 @@ def test_killed_and_started_again(dscale, made, tmp_path) -> None:  # noqa: F811
 
 
 def test_full_disk(dscale, made, tmp_path) -> None:  # noqa: F811
-    process = start(arguments(made, tmp_path / "out"), limit=4000)
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert len(err.splitlines()) == 1
-    assert "cannot be written" in err
+    with small_disk(4000):
+        full = dscale(*arguments(made, tmp_path / "out"))
+    refused(full, "cannot be written")
     assert dscale(*arguments(made, tmp_path / "out"))[0] == 0
 
 

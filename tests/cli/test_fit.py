@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 from dscale.cli.main import run
 from dscale.models.drafter_checkpoint import drafter_hash, random_drafter, save_drafter
 from dscale.speculation.predictor import Predictor
+from tests.cli.processes import Running, small_disk
 from tests.conftest import tiny_config, tiny_drafter_config
 from tests.train.made_up_traces import made_up, write_folder
 
@@ -96,12 +94,7 @@ def test_killed_and_started_again_ends_with_the_same_bytes(fit, drafter, tmp_pat
     command = [str(traces), "-d", str(drafter), "--preset", "tiny", "--device", "cpu", "--compare"]
     command += ["--epochs", "6", "--hidden-units", "4"]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    process = subprocess.Popen([sys.executable, "-m", "dscale", "fit", command[0], str(cut), *command[1:]])
-    first = cut / "compare-full.safetensors"
-    while not first.exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    Running("fit", command[0], cut, *command[1:]).kill_once((cut / "compare-full.safetensors").exists)
     assert not (cut / "metrics.json").exists()
     for out in (cut, whole):
         code, text, error = fit(command[0], out, *command[1:])
@@ -165,18 +158,13 @@ def test_input_is_refused_in_one_line(fit, traces, drafter, tmp_path):
     assert not (out / "predictor.safetensors").exists()
 
 
-def test_a_full_disk_is_one_line(traces, drafter, tmp_path):
-    script = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); "
-        "from dscale.cli.main import run; sys.argv = ['dscale', *sys.argv[1:]]; run()"
-    )
+def test_a_full_disk_is_one_line(fit, traces, drafter, tmp_path):
     out = tmp_path / "out"
-    arguments = ["fit", str(traces), str(out), "-d", str(drafter), "--preset", "tiny"]
-    ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "cannot be written" in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    with small_disk(3000):
+        code, _, error = fit(traces, out, "-d", drafter, "--preset", "tiny")
+    assert code == 2
+    assert "cannot be written" in error
+    assert error.count("\n") == 1
     assert not list(out.rglob("*.partial"))
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +19,7 @@ from dscale.train.artifacts import Stage
 from dscale.train.rows import CORPUS, PackedRows, write_rows
 from dscale.train.trace_run import TraceConfig, run
 from dscale.train.traces import Traces
+from tests.cli.processes import Running, small_disk
 from tests.cli.test_commands import dscale, folders, refused  # noqa: F401 (fixtures)
 from tests.conftest import tiny_drafter_config
 
@@ -114,19 +111,13 @@ def test_both_ways_record_the_same_and_name_where_it_was(whole):
     assert "/" not in manifest["inputs"]["sources"][0]["name"]
 
 
-def test_killed_and_run_again_ends_with_the_same_bytes(folders, sources, whole, tmp_path):  # noqa: F811
+def test_killed_and_run_again_ends_with_the_same_bytes(dscale, folders, sources, whole, tmp_path):  # noqa: F811
     out = tmp_path / "out"
-    arguments = [sys.executable, "-m", "dscale", *command(folders, out, *sources)]
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        limit = time.monotonic() + 120
-        while len(list(out.glob("traces-*5.safetensors"))) < 1 and running.poll() is None and time.monotonic() < limit:
-            time.sleep(0.002)
-        running.send_signal(signal.SIGKILL)
-    assert running.returncode == -signal.SIGKILL
+    Running(*command(folders, out, *sources)).kill_once(lambda: list(out.glob("traces-*5.safetensors")))
     assert json.loads((out / "manifest.json").read_text())["summary"] is None
-    again = subprocess.run([*arguments, "--json"], capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert 4 <= json.loads(again.stdout)["resumed"] <= 7
+    code, printed, error = dscale(*command(folders, out, *sources, "--json"))
+    assert code == 0, error
+    assert 4 <= json.loads(printed)["resumed"] <= 7
     assert hashes(out) == hashes(whole)
 
 
@@ -164,18 +155,10 @@ def test_a_damaged_shard_is_named_and_a_lost_one_made_again(dscale, folders, sou
 
 def test_full_disk_is_one_line_and_the_run_goes_on_later(dscale, folders, sources, whole, tmp_path):  # noqa: F811
     out = tmp_path / "out"
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000));"
-        "sys.argv = ['dscale', *sys.argv[1:]]; from dscale.cli.main import run; run()"
-    )
     arguments = command(folders, out, *sources)
-    full = subprocess.run([sys.executable, "-B", "-c", code, *arguments], capture_output=True, text=True)
-    lines = [line for line in full.stderr.splitlines() if line.startswith("dscale:")]
-    assert full.returncode == 2, full.stderr
-    assert len(lines) == 1
-    assert "cannot be written" in lines[0]
-    assert "Traceback" not in full.stderr
+    with small_disk(5000):
+        full = dscale(*arguments)
+    refused(full, "cannot be written")
     assert dscale(*arguments)[0] == 0
     assert hashes(out) == hashes(whole)
 

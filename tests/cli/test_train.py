@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +16,7 @@ from dscale.models.drafter_checkpoint import load_drafter, target_hashes
 from dscale.models.loader import load_target
 from dscale.train.artifacts import Stage
 from dscale.train.rows import CORPUS, PackedRows, write_rows
+from tests.cli.processes import Running, small_disk
 from tests.cli.test_commands import dscale, folders  # noqa: F401 (fixtures)
 
 SIZES = ("--preset", "tiny", "--no-tensorboard", "--width", "6", "--layers", "2")
@@ -53,17 +50,9 @@ def corpus(folders, tmp_path_factory) -> Path:  # noqa: F811
     return write_corpus(folders["target"], tmp_path_factory.mktemp("made") / "corpus")
 
 
-def started(*arguments: object, limit: int | None = None) -> subprocess.Popen:
-    """The command in a process of its own; limit: most bytes of a file (as on a full disk)."""
-    code = "from dscale.cli.main import run; run()"
-    if limit is not None:
-        code = (
-            f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-            f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); {code}"
-        )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def started(*arguments: object) -> Running:
+    """The command in a process of its own, on one core."""
+    return Running(*arguments, OMP_NUM_THREADS="1")
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -132,30 +121,24 @@ def test_killed_and_started_again_ends_in_the_same_bytes(folders, corpus, tmp_pa
 
     whole = started(*arguments("whole"))
     broken = started(*arguments("broken", "--save-seconds", "0"))
-    while not (tmp_path / "broken" / "state.pt").exists():
-        assert broken.poll() is None, broken.communicate()[1]
-        time.sleep(0.01)
-    time.sleep(0.3)
-    broken.send_signal(signal.SIGKILL)
-    broken.communicate()
+
+    def under_way() -> bool:
+        saved = (tmp_path / "broken" / "state.pt").exists()
+        time.sleep(0.3 if saved else 0)
+        return saved
+
+    broken.kill_once(under_way)
     assert Stage.load(tmp_path / "broken", "dscale.drafter/1").summary is None
     again = started(*arguments("broken"))
-    assert again.communicate() is not None
-    assert whole.communicate() is not None
-    assert (again.returncode, whole.returncode) == (0, 0)
+    assert (again.ended()[0], whole.ended()[0]) == (0, 0)
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
 
 
-def test_full_disk_is_one_line_and_loses_nothing(folders, corpus, tmp_path):  # noqa: F811
+def test_full_disk_is_one_line_and_loses_nothing(folders, corpus, tmp_path, dscale, refused):  # noqa: F811
     arguments = ("train", "drafter", folders["target"], corpus, tmp_path / "out", *SIZES)
-    run = started(*arguments, limit=30_000)
-    error = run.communicate()[1].splitlines()
-    assert run.returncode == 2
-    assert "state.pt: cannot be written" in error[-1]
-    assert "Traceback" not in "".join(error)
-    run = started(*arguments)
-    run.communicate()
-    assert run.returncode == 0
+    with small_disk(30_000):
+        assert "state.pt: cannot be written" in refused(*arguments)
+    assert dscale(*arguments)[0] == 0
     assert (tmp_path / "out" / "drafter" / "model.safetensors").exists()
 
 
@@ -205,7 +188,7 @@ def test_two_processes_write_one_drafter(folders, corpus, tmp_path):  # noqa: F8
     run = started(
         "train", "drafter", folders["target"], corpus, out, *SIZES, "--steps", "2", "--gpus", "2", "--device", "cpu"
     )
-    said, error = run.communicate()
-    assert run.returncode == 0, error
+    code, said, error = run.ended()
+    assert code == 0, error
     assert said.count("2 steps, W = 6") == 1
     assert Stage.load(out, "dscale.drafter/1", complete=True).inputs["processes"] == 2

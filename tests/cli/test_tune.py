@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +12,7 @@ from dscale.cli.tune import Tuning
 from dscale.engine.llm import LLM
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.speculation.predictor import read_config
+from tests.cli.processes import Running
 from tests.cli.test_commands import call, folders
 
 __all__ = ["folders"]
@@ -47,18 +43,15 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "dscale", *arguments], env=environment, stderr=subprocess.PIPE, text=True
-    )
+def start(arguments: list[str]) -> Running:
+    return Running(*arguments, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="module")
 def tuned(folders: dict[str, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tuned") / "run"
-    process = start(arguments(folders["target"], out, prompts))
-    assert process.wait() == 0, process.stderr.read() if process.stderr else ""
+    code, _, error = start(arguments(folders["target"], out, prompts)).ended()
+    assert code == 0, error
     return out
 
 
@@ -92,14 +85,10 @@ def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
     tuned: Path, folders: dict[str, Path], prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    process = start(arguments(folders["target"], out, prompts))
     for stage in ("corpus/manifest.json", "training/manifest.json", "traces/manifest.json"):
-        while not (out / stage).exists() and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process = start(arguments(folders["target"], out, prompts))
-    assert process.wait() == 0, process.stderr.read() if process.stderr else ""
+        start(arguments(folders["target"], out, prompts)).kill_once((out / stage).exists)
+    code, _, error = start(arguments(folders["target"], out, prompts)).ended()
+    assert code == 0, error
     assert hashes(out) == hashes(tuned)
 
 
