@@ -46,6 +46,7 @@ GROUPS = {  # the first pattern found in a kernel's name says its group
     "pack": r"_pack\b|_pack_",
     "accept": r"_accept",
     "attention": r"decode_kernel|prefill_kernel|scaled_dot|attention|flash",
+    "quantise": r"_quantise",
     "norm": r"_norm_row|norm",
     "rotary, cache write": r"_rotate|rotary|index_put",
     "gate": r"silu",
@@ -103,9 +104,11 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(bandwidth, 2 * side**3 / median_seconds(lambda: a @ b, device, repeats))
 
 
-def weights(module: nn.Module) -> int:
-    """Numbers in the matrices of a module."""
-    return sum(one.numel() for one in module.parameters() if one.dim() == 2)
+def weights(module: nn.Module, size: int) -> float:
+    """Numbers of `size` bytes that the matrices of a module take. In eight bits a number is half the bytes of bfloat16
+    and half the time of a product, so it counts half of one in both."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum(one.numel() * one.element_size() for one in tensors if one.dim() == 2) / size
 
 
 def cache_numbers(config: DecoderConfig) -> int:
@@ -119,11 +122,11 @@ def attention_flops(config: DecoderConfig, rows: float, keys: float) -> float:
 
 
 def through(
-    stack: DecoderStack, head: int, rows: float, head_rows: float, lanes: float, context: float, size: int
+    stack: DecoderStack, head: float, rows: float, head_rows: float, lanes: float, context: float, size: int
 ) -> Work:
     """A pass of `rows` rows of `lanes` requests through a stack, `head_rows` of them through a head of `head` numbers;
     size: bytes of a number."""
-    config, matrices = stack.config, weights(stack)
+    config, matrices = stack.config, weights(stack, size)
     moved = matrices + (head if head_rows else 0) + cache_numbers(config) * (lanes * context + rows)
     flops = 2.0 * (rows * matrices + head_rows * head) + attention_flops(config, rows, context + rows / lanes)
     return Work(size * moved, flops)
@@ -133,13 +136,14 @@ def phases(llm: LLM, lanes: float, width: int, rows: float, context: float) -> d
     """What a step of `lanes` requests must do: drafts of `width` rows (1: none), `rows` rows verified in all."""
     models = llm.engine.worker.models
     target, drafter = models.target, models.drafter
-    size, head = target.embedding.element_size(), target.head.weight.numel()
+    size = target.embedding.element_size()
+    head, draft_head = (weights(one.head, size) for one in (target, models.reader or target))
     found = {"verify": through(target.stack, head, rows, rows, lanes, context, size)}
     if drafter is not None and width > 1:
         queries = lanes * drafter.config.queries(width)
-        found["draft"] = through(drafter.stack, head, queries, lanes * (width - 1), lanes, context, size)
+        found["draft"] = through(drafter.stack, draft_head, queries, lanes * (width - 1), lanes, context, size)
         decoder = drafter.config.decoder
-        joined = weights(drafter.fc) + cache_numbers(decoder) * decoder.hidden_size
+        joined = weights(drafter.fc, size) + weights(drafter.context_projection, size)
         found["draft"] += Work(size * (joined + rows * cache_numbers(decoder)), 2.0 * rows * joined)
     return found
 

@@ -13,9 +13,10 @@ gaps.
 
 --export-trace writes the trace by seed and position of the anchor, so that another engine can be given the same.
 
-Arms: policy[@slots][+wide|+narrow][+eager][+deterministic] or a name of ARMS. They take turns (A B B A) over --repeats;
-ratios to the base arm (the first of control, off, whichever is there) are paired by repetition; 95% intervals are of
-the mean log ratio by Student's t. Past --limit seconds the remaining runs are skipped and the record says so.
+Arms: policy[@slots][+wide|+narrow][+eager][+deterministic][+fp8] or a name of ARMS; fp8 is of the drafter's weights.
+They take turns (A B B A) over --repeats; ratios to the base arm (the first of control, off, whichever is there) are
+paired by repetition; 95% intervals are of the mean log ratio by Student's t. Past --limit seconds the remaining runs
+are skipped and the record says so.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ARMS = {
     "tiles-dvl": "dvl@8+eager",
 }
 TRACED = 1024  # requests of an exported trace
-FLAGS = ("wide", "narrow", "eager", "deterministic")
+FLAGS = ("wide", "narrow", "eager", "deterministic", "fp8")
 T_95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom
 
 
@@ -70,6 +71,7 @@ class Arm:
     eager: bool = False
     deterministic: bool = False
     width: int | None = None
+    draft_weights: str = "auto"
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -77,11 +79,13 @@ class Arm:
         head, *flags = ARMS.get(text, text).split("+")
         policy, _, slots = head.partition("@")
         widths = [int(flag[1:]) for flag in flags if flag[:1] == "w" and flag[1:].isdigit()]
-        unknown = [flag for flag in flags if flag not in FLAGS and not flag[1:].isdigit()]
+        unknown = [flag for flag in flags if flag not in FLAGS and not (flag[0:1] == "w" and flag[1:].isdigit())]
         require(not unknown, f"arm {text!r}: {unknown} not known; flags are {', '.join(FLAGS)}")
         layout = next((flag for flag in flags if flag in ("wide", "narrow")), "packed")
         width = widths[0] if widths else None
-        return cls(text, policy, float(slots or 8), layout, "eager" in flags, "deterministic" in flags, width)
+        eager, deterministic = "eager" in flags, "deterministic" in flags
+        weights = "fp8" if "fp8" in flags else "auto"
+        return cls(text, policy, float(slots or 8), layout, eager, deterministic, width, weights)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def build(arm: Arm, models: Models, args: argparse.Namespace, concurrency: int) 
         device=args.device,
         max_requests=concurrency, max_model_len=length, max_prefill_tokens=args.prefill_tokens,
         num_pages=concurrency * pages_for(length + 64) + 2, prefix_caching=False, attention_layout=arm.layout,
-        deterministic=arm.deterministic, graphs=not arm.eager,
+        deterministic=arm.deterministic, graphs=not arm.eager, draft_weights=arm.draft_weights,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
+from dscale.models.fp8 import fp8_drafter, fp8_head
 from dscale.models.shapes import SHAPES, drafter_shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -54,7 +55,8 @@ def test_floor_of_qwen3_8b_by_hand(bench: ModuleType) -> None:
     config = SHAPES["qwen3-8b"]
     with torch.device("meta"):
         target, drafter = Target(config).bfloat16(), Drafter(drafter_shape(config)).bfloat16()
-    models = SimpleNamespace(target=target, drafter=drafter)
+        drafter.prepare()
+    models = SimpleNamespace(target=target, drafter=drafter, reader=None)
     llm = SimpleNamespace(engine=SimpleNamespace(worker=SimpleNamespace(models=models)))
     found = bench.phases(llm, 32, 16, 256, 1000)
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
@@ -66,6 +68,13 @@ def test_floor_of_qwen3_8b_by_hand(bench: ModuleType) -> None:
     caches = 5 * 2 * 1024 * 2 * (32 * 1000 + 512 + 256)
     assert found["draft"].bytes == 2 * (5 * layer + head + projection) + caches
     assert "draft" not in bench.phases(llm, 32, 1, 32, 1000)
+    with torch.device("meta"):
+        models.drafter, models.reader = fp8_drafter(drafter), fp8_head(target)
+    rounded = bench.phases(llm, 32, 16, 256, 1000)
+    assert rounded["verify"] == found["verify"]
+    assert rounded["draft"].bytes == pytest.approx(5 * layer + head + projection + caches, rel=2e-3)  # and scales
+    spared = 2 * (512 * 5 * layer + 480 * head + 256 * projection) / 2  # in eight bits twice as many a second
+    assert found["draft"].flops - rounded["draft"].flops == pytest.approx(spared, rel=2e-3)
     machine = bench.Machine(bandwidth=4e12, rate=7e14)
     assert bench.Work(8e9, 7e11).floor(machine) == pytest.approx(2e-3)
 

@@ -80,6 +80,8 @@ def test_arms_by_name(bench: ModuleType) -> None:
     assert budget.deterministic
     with pytest.raises(InputError, match=r"\['fast'\] not known"):
         bench.Arm.parse("dvl+fast")
+    assert bench.Arm.parse("dvl@8+fp8").draft_weights == "fp8"
+    assert bench.Arm.parse("dvl@8+w12").draft_weights == "auto"
 
 
 def test_intervals_by_hand(bench: ModuleType) -> None:

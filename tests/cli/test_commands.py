@@ -164,6 +164,13 @@ def test_deterministic_reaches_the_engine(dscale, pair):
     assert out == dscale("generate", *pair, "--max-tokens", 4, "w1")[1]
 
 
+def test_draft_weights_reach_the_engine(dscale, pair):
+    refused(dscale("generate", *pair, "--draft-weights", "int4", "w1"), "draft_weights: 'int4'", "auto, fp8")
+    code, out, _ = dscale("generate", *pair, "--draft-weights", "fp8", "--max-tokens", 4, "w1")
+    assert code == 0
+    assert out == dscale("generate", *pair, "--max-tokens", 4, "w1")[1]
+
+
 def test_missing_model(dscale):
     refused(dscale("generate", "-m", "no/such/thing/here", "w1"), "no/such/thing/here", "smollm2-135m")
 

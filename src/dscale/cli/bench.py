@@ -38,6 +38,7 @@ def bench(
     width: o.Width = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    draft_weights: o.DraftWeights = "auto",
     plan: Annotated[Path | None, typer.Option(help="TOML file with arms, boots and runs (docs/bench.md).")] = None,
     arms: Annotated[list[str] | None, typer.Option("--arm", help="Only this arm of the plan; repeatable.")] = None,
     prompts: Annotated[
@@ -69,7 +70,7 @@ def bench(
     loop = {"requests": num_prompts, "warmup": warmup, "max_tokens": max_tokens, "temperature": temperature,
             "seed": seed}  # fmt: skip
     engine = {"drafter": drafter, "predictor": predictor, "slots": slots, "width": width, "dtype": dtype,
-              "device": device}  # fmt: skip
+              "device": device, "draft_weights": draft_weights}  # fmt: skip
     if plan is None:
         made = _plan_of(base_url, model, policy, tokenizer, engine)
     else:

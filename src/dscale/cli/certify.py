@@ -42,6 +42,7 @@ def certify(
     layout: o.Layout = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    draft_weights: o.DraftWeights = "auto",
     max_requests: o.Requests = 16,
     base_url: Annotated[str | None, typer.Option(help="Certify this OpenAI-compatible server instead.")] = None,
     reference_url: Annotated[str | None, typer.Option(help="Its reference, without speculation.")] = None,
@@ -69,7 +70,7 @@ def certify(
         temperatures = [0.0, temperature] if seeded else [0.0]
         record = of_engine(
             model, tuple(policy or ("auto",)), prompts, limit, max_tokens, longest, exact, temperatures, seed,
-            max_requests, options | {"dtype": dtype, "device": device},
+            max_requests, options | {"dtype": dtype, "device": device, "draft_weights": draft_weights},
         )  # fmt: skip
     finish(record, out, as_json)
 

@@ -21,6 +21,7 @@ def chat(
     slots: o.Slots = 8.0,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    draft_weights: o.DraftWeights = "auto",
     max_tokens: o.MaxTokens = 512,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
@@ -33,7 +34,7 @@ def chat(
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots,
-        dtype=dtype, device=device, max_requests=1,
+        dtype=dtype, device=device, draft_weights=draft_weights, max_requests=1,
     )  # fmt: skip
     require(llm.loaded.tokenizer.has_chat_template, f"{model}: has no chat template; use `dscale generate --raw`")
     o.errors.print(f"{model} · policy {llm.policy} · empty line leaves, /new starts over", style="dim")

@@ -50,6 +50,7 @@ def generate(
     device: o.Device = "auto",
     graphs: o.Graphs = True,
     deterministic: o.Deterministic = False,
+    draft_weights: o.DraftWeights = "auto",
     tp: o.TensorParallel = 1,
     max_tokens: o.MaxTokens = 256,
     temperature: o.Temperature = 0.0,
@@ -83,6 +84,7 @@ def generate(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
         dtype=dtype, device=device, max_requests=max_requests, recorder=recorder, graphs=graphs,
         simulate=o.simulated(simulate), tensor_parallel=tp, deterministic=deterministic,
+        draft_weights=draft_weights,
     )  # fmt: skip
     pending = [row for row in rows if row.id not in done]
     ids = [token_ids(llm, row, raw) for row in pending]

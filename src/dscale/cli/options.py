@@ -30,6 +30,10 @@ Slots = Annotated[float, typer.Option("--slots", help="Rows verified per request
 Layout = Annotated[str | None, typer.Option("--layout", help="Anchor layout of the drafter: 1+N or anchor-first.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+DraftWeights = Annotated[
+    str,
+    typer.Option("--draft-weights", help="auto, or fp8: drafts at eight bits; faster on newer GPUs, slower on a CPU."),
+]
 Graphs = Annotated[bool, typer.Option("--graphs/--no-graphs", help="On a GPU: capture decode steps as CUDA graphs.")]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="On a GPU: the text of `off` in bfloat16 too, whatever the batch.")

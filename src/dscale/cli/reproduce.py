@@ -33,6 +33,7 @@ def reproduce(
     predictor: o.Predictor = "auto",
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    draft_weights: o.DraftWeights = "auto",
     max_requests: o.Requests = 16,
     base_url: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead.")] = None,
     served_model: o.ServedModel = None,
@@ -66,6 +67,7 @@ def reproduce(
     else:
         policies = tuple(policy or ("off", "auto"))
         options = {"drafter": drafter, "predictor": predictor, "dtype": dtype, "device": device}
+        options |= {"draft_weights": draft_weights}
         llm = checked.engine(model, policies, asked, max_tokens, max_requests, **options)
         used, arms = str(llm.dtype).removeprefix("torch."), []
         with o.reporting() as report:

@@ -44,6 +44,7 @@ from dscale.layers.ranks import ALONE, Ranks
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
+from dscale.models.fp8 import about_bytes, fp8_drafter, fp8_head
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.models.shapes import is_shape, random_drafter_of
 from dscale.speculation.auto import Auto
@@ -129,6 +130,7 @@ class LLM:
         if self.config.deterministic and torch.device(device).type != "cpu":
             self.loaded = _deterministic(self.loaded)
         self.drafter = self._load_drafter(drafter, device, ranks)
+        self._reader = self._in_eight_bits()
         self.predictor = self._find_predictor(predictor)
         self._predictor = self.predictor if isinstance(self.predictor, Predictor) else None
         if recorder is not None:
@@ -179,6 +181,14 @@ class LLM:
         self._drafter_source = str(path)
         return load_drafter(path, self.loaded.model, self.dtype, device, self.speculation.layout, ranks)
 
+    def _in_eight_bits(self) -> Target | None:
+        """Exchange the drafter for one in eight bits where that was asked for; then also the head that reads it."""
+        if self.drafter is None or self.config.draft_weights != "fp8":
+            return None
+        self.drafter, reader = fp8_drafter(self.drafter), fp8_head(self.loaded.model)
+        print(about_bytes(self.drafter, reader), file=sys.stderr)
+        return reader
+
     def _find_predictor(self, predictor: str | Predictor | None) -> str | Predictor | None:
         if predictor == "auto":
             shipped = self.loaded.own_predictor
@@ -201,6 +211,7 @@ class LLM:
         if target.stack.ranks.size > 1:
             num_pages = target.stack.ranks.least(num_pages, target.embedding.device)
         models = Models.allocate(target, self.drafter, num_pages, length + width + 1)
+        models.reader = self._reader
         models.attention = AttentionOptions(self.config.attention_layout, self.config.deterministic)
         pack_weights(target, self.drafter)
         state = DeviceState(self.config.max_requests, pages_for(length + width + 1), target.embedding.device)

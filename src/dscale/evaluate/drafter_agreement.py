@@ -48,6 +48,8 @@ def drafter_agreement(llm: LLM, given: Sequence[Continuation], known: Matches) -
         return None
     if llm.simulate is not None or llm.engine.worker.policy.width != llm.drafter.config.width:
         return None
+    if llm.drafter.fp8:
+        return None
     length = max(len(one.prompt) + len(one.tokens) for one in given)
     try:
         check_offline(llm.loaded.model, llm.drafter, length)

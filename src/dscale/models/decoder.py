@@ -5,7 +5,8 @@ Families differ by flags of DecoderConfig (qkv bias, per-head norms, windows, ro
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ class Norm(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and gated MLP, projections fused: qkv is [q | k | v], gate_up is [gate | up].
 
-    ranks: those that share the layer; config then has the heads and the inner size of this rank.
+    ranks: those that share the layer; config then has the heads and the inner size of this rank. Norms and the gate may
+    hand on rows in eight bits (models/fp8.py), which the projections then take.
     """
 
     def __init__(self, config: DecoderConfig, ranks: Ranks = ALONE) -> None:
@@ -58,6 +60,7 @@ class DecoderLayer(nn.Module):
         self.post_norm = Norm(h, config.norm_eps)
         self.gate_up = Linear(h, 2 * inner, bias=config.mlp_bias)
         self.down = writes(inner, config.mlp_bias)
+        self.gate: Callable[[Tensor], Any] = silu_mul
 
     def head_norms(self) -> HeadNorms:
         """Weights of the per-head norms, None where the family has none."""
@@ -83,7 +86,7 @@ class DecoderLayer(nn.Module):
         """From normed rows [R, H] and the residual stream to (MLP output, residual before it is added)."""
         attended = self.output(attend(index, self.qkv(normed), self.head_norms()))
         normed, residual = self.post_norm.add(attended, residual)
-        return self.down(silu_mul(self.gate_up(normed))), residual
+        return self.down(self.gate(self.gate_up(normed))), residual
 
 
 class DecoderStack(nn.Module):

@@ -23,8 +23,11 @@ from dscale.models.decoder import DecoderLayer, DecoderStack, Norm
 class Drafter(nn.Module):
     """fc, hidden_norm and a bidirectional decoder stack; embedding and LM head are the target's.
 
-    ranks: those that share the stack, with config as of DecoderLayer; fc is whole on each.
+    ranks: those that share the stack, with config as of DecoderLayer; fc is whole on each. fp8: its projections are in
+    eight bits (models/fp8.py).
     """
+
+    fp8 = False
 
     def __init__(self, config: DrafterConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -51,7 +54,10 @@ class Drafter(nn.Module):
 
     def prepare(self) -> None:
         """Join the context key/value weights of all layers into one matrix, for `write_context`. Call after loading,
-        and again when the weights have changed: it stays where it is, for steps captured before."""
+        and again when the weights have changed: it stays where it is, for steps captured before. In eight bits they
+        are joined for good."""
+        if self.fp8:
+            return
         decoder = self.config.decoder
         queries = decoder.num_heads * decoder.head_dim
         layers: list[DecoderLayer] = list(self.stack.layers)  # type: ignore[arg-type]

@@ -27,7 +27,8 @@ MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
 class Models:
     """Target and drafter with rotary tables and paged caches [layers, 2, pages, kv, page, d] under one page table.
 
-    ranks: those that share them; a rank's caches hold its own key/value heads.
+    ranks: those that share them; a rank's caches hold its own key/value heads. reader: the target whose head reads the
+    drafter's rows, where that is not the very target (models/fp8.py).
     """
 
     target: Target
@@ -38,6 +39,7 @@ class Models:
     draft_cache: Tensor | None = None
     attention: AttentionOptions = field(default_factory=AttentionOptions)
     ranks: Ranks = ALONE
+    reader: Target | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:

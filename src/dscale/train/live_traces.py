@@ -20,7 +20,7 @@ import numpy as np
 from dscale.config import InputError, require
 from dscale.engine.llm import LLM
 from dscale.engine.recorder import Recorder, RequestTrace
-from dscale.models.drafter_checkpoint import drafter_hash, target_hashes
+from dscale.models.drafter_checkpoint import target_hashes
 from dscale.train.artifacts import Stage
 from dscale.train.traces import TRACES, Traces, join_traces, of_request, write_traces
 
@@ -44,7 +44,7 @@ class LiveTraces:
         inputs = {
             "target": llm.loaded.name,
             "target_hashes": target_hashes(llm.loaded),
-            "drafter_hash": drafter_hash(llm.drafter),
+            "drafter_hash": llm.drafter_hash,
             "width": recorder.width,
             "groups": list(recorder.groups),
             "projection_seed": recorder.seed,
