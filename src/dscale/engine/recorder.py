@@ -145,18 +145,20 @@ class SeenPolicy(Policy):
         return self.policy.shape(live)
 
     def read_draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
-        draft = self._draft(hidden, target, live, initial)
+        if isinstance(self.policy, Fixed):
+            return self.read_tokens(hidden, target, live, initial)
+        return self._seen(self.policy.read_draft(hidden, target, live, initial), hidden, live, initial)
+
+    def read_tokens(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
+        """With the top logits, though the policy has no use for them."""
+        top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
+        return self._seen(Draft(top.ids[..., 0], None, top), hidden, live, initial)
+
+    def _seen(self, draft: Draft, hidden: Tensor, live: Tensor, initial: Tensor) -> Draft:
         seen = None
         if hidden.shape[1] == self.width - 1 and draft.top is not None:
             seen = self.reader.read(draft.top, hidden, live.sum(), initial)
         return replace(draft, features=seen)
-
-    def _draft(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
-        """The policy's draft, with the top logits also where the policy has no use for them."""
-        if not isinstance(self.policy, Fixed):
-            return self.policy.read_draft(hidden, target, live, initial)
-        top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
-        return Draft(top.ids[..., 0], None, top)
 
     def resize(self, draft: Draft, shape: StepShape, live: Tensor) -> StepShape:
         return self.policy.resize(draft, shape, live)

@@ -6,8 +6,9 @@ speculation at all (dscale.md §5).
 
 Before the draft, width and budget are chosen by the survival rows q of recent drafts, so no step waits for its own
 draft to be sized. Where steps are captured as graphs, blocks are whole and the budget is one of a few, each timed by
-its own replays. Where nothing is gained by fixed sizes (on a CPU), the budget is chosen again once q is known: a slot
-is verified while it promises more tokens a second than the step as a whole, the rule that maximises the long-run rate.
+its own replays (captured_choice.py). Where nothing is gained by fixed sizes (on a CPU), the budget is chosen again once
+q is known: a slot is verified while it promises more tokens a second than the step as a whole, the rule that maximises
+the long-run rate.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dscale.models.decoder import Target
 from dscale.speculation.budget import allocate_exact
+from dscale.speculation.captured_choice import CapturedChoice
 from dscale.speculation.costs import StepCosts
 from dscale.speculation.policies import Draft, Policy, Scorer, StepOutcome
 from dscale.speculation.workspace import StepShape
@@ -77,6 +79,7 @@ class Auto(Policy):
 
     full scores blocks of the drafter's whole width, narrow the others. resizes: the budget may follow each draft.
     budgets: rows a request to choose from, in whole blocks (captured steps); (): any, in blocks of any width.
+    The rest of this class is about the latter.
     """
 
     name = "auto"
@@ -91,8 +94,9 @@ class Auto(Policy):
         budgets: tuple[int, ...] = (),
     ) -> None:
         self.full, self.narrow, self.width, self.costs, self.resizes = full, narrow, width, costs, resizes
-        self.budgets = sorted({min(budget, width) for budget in budgets})
-        self.widths = [width] if budgets else [one for one in WIDTHS if one < width] + [width]
+        slots = sorted({min(budget, width) for budget in budgets})
+        self.captured = CapturedChoice(width, slots, costs) if budgets else None
+        self.widths = [one for one in WIDTHS if one < width] + [width]
         self._recent = RecentDrafts(width)
         self.rescored()
         self._choice = self._shape(1, 1, 1)
@@ -104,8 +108,12 @@ class Auto(Policy):
 
     def rescored(self) -> None:
         self._trust = {one: np.array([PRIOR_DRAFTS, PRIOR_DRAFTS]) for one in self.scorers()}  # accepted, predicted
+        if self.captured is not None:
+            self.captured.promise.forget()
 
     def shape(self, live: int) -> StepShape:
+        if self.captured is not None:
+            return self.captured.shape(live)
         if live != self._live or self._age >= REVIEW_EVERY:
             self._review(live)
         self._age += 1
@@ -114,15 +122,13 @@ class Auto(Policy):
         return self._probe(live)
 
     def shapes(self, live: int) -> list[StepShape]:
-        return [self._shape(live, 1, 1), *(self._shape(live, self.width, slots) for slots in self.budgets)]
+        return [self._shape(live, 1, 1)] if self.captured is None else self.captured.shapes(live)
 
     def _shape(self, live: int, width: int, slots: float) -> StepShape:
         return StepShape(width=width, head=width - 1, rows=round(slots * live), share=slots)
 
     def _probe(self, live: int) -> StepShape:
         """A wider block than the choice, to see what lies beyond it; a cheap one where nothing is drafted."""
-        if self.budgets:
-            return self._shape(live, self.width, self.budgets[0])
         width = min(4, self.width) if self._choice.width == 1 else self.width
         return StepShape(width=width, head=width - 1, rows=max(live * min(width, 3), self._choice.rows))
 
@@ -148,8 +154,7 @@ class Auto(Policy):
         gains = np.sort(survival, axis=None)[::-1].cumsum()
         taken = np.unique(np.linspace(0, len(gains), 61).astype(int))
         gained = np.concatenate([[0.0], gains])[taken] * self._calibration(width)
-        slots, tokens = 1 + taken / len(survival), 1 + gained / len(survival)
-        return (np.array(self.budgets), np.interp(self.budgets, slots, tokens)) if self.budgets else (slots, tokens)
+        return 1 + taken / len(survival), 1 + gained / len(survival)
 
     def _scorer(self, width: int) -> Scorer:
         return self.full if width == self.width else self.narrow
@@ -174,14 +179,18 @@ class Auto(Policy):
         return replace(shape, rows=int(rows[(tokens - self._speed * seconds).argmax()]))
 
     def lengths(self, draft: Draft, shape: StepShape, live: Tensor) -> Tensor:
-        if draft.survival is None:
-            return live.long()
+        if draft.survival is None:  # nothing drafted, or whole blocks that need no scores
+            return live.long() * shape.width
         if live.shape[0] == 1:  # nothing to share
             return live.long() * shape.rows
         return allocate_exact(draft.survival, shape.budget(live), live)
 
     def observe(self, outcome: StepOutcome) -> None:
         shape = outcome.shape
+        if self.captured is not None:
+            self.captured.observe(outcome)
+            self.full.observe(outcome)
+            return
         self.costs.observe(len(outcome.slots), shape, outcome.seconds)
         looked = shape.width > self._choice.width or shape.width == self.width
         self._unprobed = 0 if looked else self._unprobed + 1

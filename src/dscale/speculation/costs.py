@@ -72,22 +72,51 @@ class StepCosts:
 
 class ReplayCosts(StepCosts):
     """StepCosts whose curves are timed replays of captured steps: each bucket of requests has its own, and costs what
-    it costs however many of its lanes are live.
+    it costs however many of its lanes are live. Besides the rest that all sizes share, each size keeps what its steps
+    took beyond its replay, for contexts are longer in earnest and lie apart.
 
     replay: (requests, shape) → seconds of the captured step that serves them; shapes: (requests) → those that exist.
     """
+
+    SETTLED = 32  # observed steps after which what is left is a size's own
+    OWN = 0.02  # least weight of a new observation in it
 
     def __init__(
         self, replay: Callable[[int, StepShape], float], shapes: Callable[[int], list[StepShape]] | None = None
     ) -> None:
         super().__init__(_unknown, _unknown)
         self.replay, self.shapes = replay, shapes
+        self._tables: dict[tuple[int, int], Numbers] = {}  # by requests and width: shares ascending, seconds
+        self._own: dict[tuple[int, int], Numbers] = {}  # by magnitude of requests and width: seconds, steps by share
+        self._observed = 0
 
     def _curves(self, live: int, width: int, rows: Numbers | float) -> Numbers:
-        assert self.shapes is not None, "the policy that uses these costs says which shapes there are"
-        timed = [(shape.share, self.replay(live, shape)) for shape in self.shapes(live) if shape.width == width]
-        shares, seconds = np.array(sorted(timed)).T
-        return np.asarray(np.interp(np.asarray(rows) / live, shares, seconds))
+        shares, seconds = self._table(live, width)
+        own, _ = self._own_of(live, width)
+        return np.asarray(np.interp(np.asarray(rows) / live, shares, seconds + own))
+
+    def _table(self, live: int, width: int) -> Numbers:
+        if (live, width) not in self._tables:
+            assert self.shapes is not None, "the policy that uses these costs says which shapes there are"
+            timed = [(shape.share, self.replay(live, shape)) for shape in self.shapes(live) if shape.width == width]
+            self._tables[live, width] = np.array(sorted(timed)).T
+        return self._tables[live, width]
+
+    def _own_of(self, live: int, width: int) -> Numbers:
+        key = live.bit_length(), width
+        if key not in self._own:
+            self._own[key] = np.zeros_like(self._table(live, width))
+        return self._own[key]
+
+    def observe(self, live: int, shape: StepShape, seconds: float) -> None:
+        believed = float(self.times(live, shape.width, float(shape.rows)))
+        super().observe(live, shape, seconds)
+        self._observed += 1
+        if self._observed > self.SETTLED:
+            own, steps = self._own_of(live, shape.width)
+            size = int(np.abs(self._table(live, shape.width)[0] - shape.share).argmin())
+            steps[size] += 1
+            own[size] += max(1 / (steps[size] + 3), self.OWN) * (min(seconds, 2 * believed) - believed)
 
 
 def _unknown(rows: int) -> float:

@@ -111,7 +111,8 @@ def draft_block(
     attend = PagedAttention(config.decoder, models.draft_cache, models.draft_table, batch)
     hidden = models.drafter(models.target.embed(ids.flatten()), attend).view(count, queries, -1)
     hidden = hidden[:, queries - width + 1 : queries - width + 1 + shape.head]  # 1+N drops slot 0
-    return policy.read_draft(hidden, models.reader or models.target, live, state.initial[work.lanes])
+    read = policy.read_draft if shape.scored else policy.read_tokens
+    return read(hidden, models.reader or models.target, live, state.initial[work.lanes])
 
 
 def verify(

@@ -93,6 +93,10 @@ class Policy(ABC):
 
         live [N] bool: lanes in use; initial [N] bool: the request's first step after its prompt.
         """
+        return self.read_tokens(hidden, target, live, initial)
+
+    def read_tokens(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
+        """Drafts alone, of a step whose shape is not scored; arguments as of `read_draft`."""
         count, drafts, _ = hidden.shape
         return Draft(argmax(target.logits(hidden.flatten(0, 1))).view(count, drafts))
 

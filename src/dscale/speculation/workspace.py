@@ -17,7 +17,8 @@ class StepShape:
 
     width: rows of a full block, anchor included (1: nothing is drafted). head: draft positions whose logits are wanted,
     at most width - 1. rows: M, verification rows in all. share: rows a lane that M was made from. spare: fewer lanes
-    than M has rows for may be live, and how many is known on the device alone (captured steps).
+    than M has rows for may be live, and how many is known on the device alone (captured steps). scored: drafts get
+    their survival q where the policy has a scorer; where all rows are verified nothing depends on it.
     """
 
     width: int
@@ -25,6 +26,7 @@ class StepShape:
     rows: int
     share: float = 0.0
     spare: bool = False
+    scored: bool = True
 
     def over(self, lanes: int) -> StepShape:
         """The same block and share for `lanes` captured lanes, M_bs rows, whatever number of them will be live."""

@@ -1,0 +1,98 @@
+"""The choice of `auto` where steps are captured: off or one of a few budgets in whole blocks (dscale.md §5).
+
+    speed(b) = tokens(b) / t(N, b)        tokens: promise.py; t: timed replays, corrected by the steps that ran
+
+The choice stays until another promises visibly more. Whole blocks are verified without scores, as by `full`; a scored
+step among them now and then, and a wider one among narrow ones, tells what the others are worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dscale.speculation.costs import StepCosts
+from dscale.speculation.policies import StepOutcome
+from dscale.speculation.promise import Promise
+from dscale.speculation.workspace import StepShape
+
+MARGIN = 0.005  # of its speed by which another budget must be faster to be taken
+REVIEW_EVERY = 16  # steps between choices
+LOOK_SHARE = 0.001  # of the time that looks at other budgets may cost
+LOOK_SHARE_OFF = 0.01  # the same where nothing is drafted: nothing else shows that the text became easier
+LOOKS = (16, 128)  # steps between looks: at least, at most
+
+
+class CapturedChoice:
+    """Which captured step comes next. width: of the blocks; budgets: rows a request, ascending, at most `width`."""
+
+    def __init__(self, width: int, budgets: Sequence[int], costs: StepCosts) -> None:
+        self.width, self.costs = width, costs
+        self.slots = [1, *budgets]  # 1: nothing is drafted
+        self.promise = Promise(width, budgets)
+        self._chosen = 0  # index into slots
+        self._live, self._age = 0, 0
+        self._unseen, self._look_after = 0, LOOKS[0]  # steps since the last look, and until the next
+
+    def shapes(self, live: int) -> list[StepShape]:
+        """Every shape there is, off first."""
+        return [self._shape(live, index) for index in range(len(self.slots))]
+
+    def shape(self, live: int) -> StepShape:
+        """The step for `live` requests."""
+        if live != self._live or (self._age >= REVIEW_EVERY and not self.promise.unsure):
+            self._review(live)
+        self._age += 1
+        self._unseen += 1
+        if self.promise.unsure:
+            return self._shape(live, min(max(self._chosen, 1), self._widest_scored))
+        if self._unseen > self._look_after:
+            self._unseen = 0
+            return self._shape(live, self._look)
+        return self._shape(live, self._chosen)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a step that ran: its time, its acceptance, and its scores if there are any."""
+        shape, draft = outcome.shape, outcome.draft
+        self.costs.observe(len(outcome.slots), shape, outcome.seconds)
+        if shape.width == 1:
+            return
+        survival = None if draft.survival is None else draft.survival[:, 1:].cpu().numpy()
+        verified, accepted, clean = np.array(outcome.slots), np.array(outcome.accepted), np.array(outcome.clean, bool)
+        if self.promise.observe(int(shape.share), survival, verified, accepted, clean):
+            self._age = REVIEW_EVERY
+
+    def _shape(self, live: int, index: int) -> StepShape:
+        """Whole blocks are not scored, unless there is nothing else that could be."""
+        slots = self.slots[index]
+        width = self.width if index else 1
+        return StepShape(width, width - 1, slots * live, share=slots, scored=index <= self._widest_scored)
+
+    @property
+    def _widest_scored(self) -> int:
+        last = len(self.slots) - 1
+        return last - 1 if self.slots[last] == self.width and last > 1 else last
+
+    @property
+    def _look(self) -> int:
+        """What to look at beside the choice: a little more, or beside whole blocks the widest that is scored."""
+        return min(self._chosen + 1, self._widest_scored)
+
+    def _review(self, live: int) -> None:
+        """Choose for `live` requests."""
+        self._live, self._age = live, 0
+        speeds = self._speeds(live)
+        best = int(speeds.argmax())
+        if speeds[best] > (1 + MARGIN) * speeds[self._chosen]:
+            self._chosen = best
+        loss = 1 - float(speeds[self._look] / speeds[self._chosen])
+        share = LOOK_SHARE if self._chosen else LOOK_SHARE_OFF
+        self._look_after = int(min(max(loss / share, LOOKS[0]), LOOKS[1]))
+
+    def _speeds(self, live: int) -> np.ndarray:
+        """Tokens a request and second, by index into slots."""
+        rows = live * np.array(self.slots[1:], float)
+        off = float(self.costs.times(live, 1, float(live)))
+        drafted = self.promise.tokens(live) / self.costs.times(live, self.width, rows)
+        return np.array([1 / off, *drafted])

@@ -1,0 +1,134 @@
+"""What each of a few budgets promises: tokens a request and step, from the scores of the last thousand drafts and from
+what became of them. For `auto` where steps are captured (captured_choice.py).
+
+    tokens(b) = 1 + Σ over groups g up to b of  factor(g) · gain(g)
+    gain(g)     mean of Σ q a request over the slots that budget g grants and the one before it does not
+    factor(g)   accepted over predicted drafts in such slots where they were verified, drawn to that of the group before
+
+The same drafts speak of all budgets, so their differences are known far better than any budget's level. A level that
+stops fitting what is accepted shows in the sum of the misses; then all this is forgotten and learned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.floating]
+Ints = NDArray[np.integer]
+Bools = NDArray[np.bool_]
+
+PRIOR_SURVIVAL = 0.7  # per position, before anything was drafted
+KEPT = 1024  # survival rows that stand for the text being served
+FRESH = 32  # rows after which a promise is more than a guess
+REFRESH = 16  # steps for which a promise stands
+FACTOR_MEMORY = 0.998  # share of a group's past drafts that one step keeps
+FIRST_PRIOR, FACTOR_PRIOR = 20.0, 100.0  # drafts of a group accepted as predicted or as in the group before
+MISS_MEMORY = 128  # requests' steps over which misses are summed
+ALARM = 3.0  # standard deviations, of geometric lengths, by which that sum may be off
+LEAST_SPREAD = 4.0  # variance added to it: one lucky draft is no sign
+
+
+class Promise:
+    """Expected tokens by budget. budgets: rows a request, ascending, each at least 2; width: of the blocks."""
+
+    def __init__(self, width: int, budgets: Sequence[int]) -> None:
+        self.budgets = np.array(budgets)
+        self._scores = np.zeros((KEPT, width - 1), np.float32)
+        self._scores[0] = PRIOR_SURVIVAL ** np.arange(1, width)
+        self._steps = 0
+        self._known: dict[int, tuple[int, Numbers]] = {}  # by requests: since which step, tokens
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._lasting, self._latest = np.zeros((2, 2, len(self.budgets)))  # accepted, predicted by group
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._lasting = self._latest.copy()
+        self._next, self._filled = 0, 0
+        self._miss, self._spread = 0.0, 0.0
+
+    @property
+    def unsure(self) -> bool:
+        """Whether too few drafts were scored to choose by."""
+        return self._filled < FRESH
+
+    def tokens(self, live: int) -> Numbers:
+        """Tokens a request by budget [B], for `live` requests that share them."""
+        since, known = self._known.get(live, (-REFRESH, None))
+        if known is None or self._steps >= since + REFRESH:
+            known = 1 + (self._factors() * self._gains(live)).cumsum()
+            self._known[live] = self._steps, known
+        return known
+
+    def _gains(self, live: int) -> Numbers:
+        """Expected drafts accepted a request in the slots of each group [B], by the scores alone."""
+        filled = max(self._filled, 1)
+        pool = min(live, filled)
+        scores = self._scores[: filled // pool * pool].reshape(filled // pool, -1)
+        return _by_group(np.sort(scores, axis=1)[:, ::-1], pool, self.budgets).mean(0) / pool
+
+    def _factors(self) -> Numbers:
+        factors, last, prior = np.empty(len(self.budgets)), 1.0, FIRST_PRIOR
+        for group, (accepted, predicted) in enumerate(self._lasting.T):
+            last = factors[group] = (accepted + prior * last) / (predicted + prior)
+            prior = FACTOR_PRIOR
+        return factors
+
+    def observe(self, budget: int, survival: Numbers | None, verified: Ints, accepted: Ints, clean: Bools) -> bool:
+        """A step at this budget: survival [N, W-1] (None: not scored); verified rows, accepted drafts, clean [N].
+
+        Returns whether there is news: acceptance is no longer what it was and all but the latest was forgotten, or
+        enough is known again.
+        """
+        self._steps += 1
+        guessed = self.unsure
+        if survival is not None:
+            self._keep(survival)
+            self._learn(budget, survival, verified, accepted, clean)
+        if not guessed:
+            return self._misses(budget, accepted[clean], len(clean))
+        if not self.unsure:
+            self._known.clear()
+        return not self.unsure
+
+    def _keep(self, survival: Numbers) -> None:
+        rows = survival[-KEPT:]
+        places = np.arange(self._next, self._next + len(rows)) % KEPT
+        self._scores[places] = rows
+        self._next = int(places[-1] + 1) % KEPT
+        self._filled = min(self._filled + len(rows), KEPT)
+
+    def _learn(self, budget: int, survival: Numbers, verified: Ints, accepted: Ints, clean: Bools) -> None:
+        """Slots were granted in order of falling q, ties by (position, request), as allocate_exact does."""
+        lanes, drafts = survival.shape
+        groups = int(np.searchsorted(self.budgets, budget)) + 1
+        order = np.argsort(-survival.T.reshape(-1), kind="stable")
+        position = np.arange(1, drafts + 1)[:, None]
+        counts = (position < verified) & clean
+        told = np.stack([counts & (position <= accepted), counts * survival.T]).reshape(2, -1)[:, order]
+        seen = _by_group(told, lanes, self.budgets[:groups])
+        for past, kept in ((self._lasting, FACTOR_MEMORY), (self._latest, MISS_MEMORY / (MISS_MEMORY + lanes))):
+            past[:, :groups] = kept * past[:, :groups] + seen
+
+    def _misses(self, budget: int, accepted: Ints, lanes: int) -> bool:
+        expected = float(self.tokens(lanes)[np.searchsorted(self.budgets, budget)]) - 1
+        count = len(accepted)
+        kept = MISS_MEMORY / (MISS_MEMORY + count)
+        self._miss = kept * self._miss + float(accepted.sum()) - count * expected
+        self._spread = kept * self._spread + count * expected * (1 + expected)
+        alarmed = self._miss**2 > ALARM**2 * (self._spread + LEAST_SPREAD)
+        if alarmed:
+            self._begin_again()
+        return alarmed
+
+
+def _by_group(values: Numbers, lanes: int, budgets: Ints) -> Numbers:
+    """Sums of values [R, S], in the order in which slots are granted, over the slots of each budget's group: [R, B]."""
+    edges = (budgets - 1) * lanes
+    sums = values.cumsum(1, dtype=np.float64)[:, edges - 1]
+    return np.diff(sums, axis=1, prepend=0.0)

@@ -1,0 +1,169 @@
+"""`auto` over captured steps, on a machine of made-up step times (an H200's, about) and texts of simulated acceptance:
+it keeps up with the best fixed budget, whichever that is, and follows when the text changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from dscale.speculation.auto import Auto
+from dscale.speculation.costs import ReplayCosts
+from dscale.speculation.policies import Draft, Scorer, StepOutcome
+from dscale.speculation.simulated import SimulatedAcceptance
+from dscale.speculation.workspace import StepShape
+
+WIDTH, BUDGETS = 16, (4, 6, 8, 12, 16)
+POSITIONS = 4096  # of a text, which then begins anew
+TIMES = {  # ms a step by requests and rows a request; 1: nothing drafted, 16: whole blocks without scores
+    1: {1: 4.30, 4: 5.60, 6: 5.62, 8: 5.64, 12: 5.70, 16: 5.70},
+    8: {1: 5.29, 4: 6.80, 6: 6.95, 8: 7.10, 12: 7.40, 16: 7.52},
+    12: {1: 5.40, 4: 7.00, 6: 7.30, 8: 7.60, 12: 8.30, 16: 8.80},
+    16: {1: 5.45, 4: 7.20, 6: 7.75, 8: 8.24, 12: 9.30, 16: 10.2},
+    24: {1: 5.60, 4: 8.30, 6: 9.40, 8: 10.0, 12: 12.1, 16: 13.6},
+    32: {1: 5.70, 4: 9.60, 6: 11.2, 8: 11.9, 12: 15.2, 16: 17.1},
+}
+
+
+class NoScorer(Scorer):
+    name = "none"
+
+    def read(self, hidden, target, live, initial):
+        raise AssertionError("the drafter is not run in these tests")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Drafts that pass, int64 [lanes, POSITIONS], and scores q float32 [lanes, POSITIONS, WIDTH]."""
+
+    lengths: np.ndarray
+    scores: np.ndarray
+
+
+@cache
+def text(progress: float) -> Text:
+    """Of this mean progress of whole blocks."""
+    simulation = SimulatedAcceptance(progress=progress).on("cpu")
+    position = torch.arange(POSITIONS)
+    rows = [simulation.at(torch.full_like(position, seed), position) for seed in range(32)]
+    return Text(*(torch.stack(column).numpy() for column in zip(*rows, strict=True)))
+
+
+def lengths(scores: np.ndarray, budget: int) -> np.ndarray:
+    """allocate_exact in numpy: rows of each lane from q [N, WIDTH] when all share budget · N."""
+    lanes = len(scores)
+    taken = np.argsort(-scores[:, 1:].T.reshape(-1), kind="stable")[: (budget - 1) * lanes]
+    return 1 + np.bincount(taken % lanes, minlength=lanes)
+
+
+class Loop:
+    """Requests that decode for ever. tokens, seconds: so far."""
+
+    def __init__(self, lanes: int) -> None:
+        self.position = np.arange(lanes) * 97
+        self.tokens, self.seconds = 0, 0.0
+
+    def step(self, text: Text, slots: int, milliseconds: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Verified rows, accepted drafts, and q [N, WIDTH]."""
+        lanes = len(self.position)
+        place = np.arange(lanes), self.position % POSITIONS
+        scores = text.scores[place]
+        verified = lengths(scores, slots) if slots < WIDTH else np.full(lanes, WIDTH)
+        accepted = np.minimum(text.lengths[place], verified - 1)
+        self.position += accepted + 1
+        self.tokens += int(accepted.sum()) + lanes
+        self.seconds += milliseconds / 1e3
+        return verified, accepted, scores
+
+
+@cache
+def fixed_speed(lanes: int, slots: int, progress: float = 6.09) -> float:
+    """Tokens a second of a fixed budget."""
+    loop = Loop(lanes)
+    for _ in range(3000):
+        loop.step(text(progress), slots, TIMES[lanes][slots])
+    return loop.tokens / loop.seconds
+
+
+def made(beyond: float = 0.0) -> Auto:
+    """`auto` as it is built for a GPU. beyond: ms a row that real steps take beyond their replays."""
+    costs = ReplayCosts(lambda live, shape: (TIMES[live][shape.share] - beyond * (shape.share + 4)) / 1e3)
+    auto = Auto(NoScorer(), NoScorer(), WIDTH, costs, False, BUDGETS)
+    costs.shapes = auto.shapes
+    return auto
+
+
+def play(auto: Auto, loop: Loop, text: Text, steps: int, noise: float = 0.01) -> Iterator[StepShape]:
+    """Steps of `auto`, whose results it sees one step late; times have this relative noise."""
+    rng, lanes = np.random.default_rng(5), len(loop.position)
+    late: StepOutcome | None = None
+    for _ in range(steps):
+        shape = auto.shape(lanes)
+        took = TIMES[lanes][int(shape.share)] * (1 + noise * rng.standard_normal())
+        verified, accepted, scores = loop.step(text, int(shape.share), took)
+        known = torch.from_numpy(scores) if shape.scored and shape.width > 1 else None
+        draft = Draft(torch.zeros(lanes, shape.width - 1, dtype=torch.int64), known)
+        if late is not None:
+            auto.observe(late)
+        late = StepOutcome(shape, draft, verified.tolist(), accepted.tolist(), [True] * lanes, took / 1e3)
+        yield shape
+
+
+@pytest.mark.parametrize("beyond", [0.0, 0.02])
+@pytest.mark.parametrize("lanes", [1, 8, 12, 16, 24, 32])
+def test_it_keeps_up_with_the_best_fixed_budget(lanes: int, beyond: float) -> None:
+    loop = Loop(lanes)
+    shapes = list(play(made(beyond), loop, text(6.09), 5000))
+    best = max(fixed_speed(lanes, slots) for slots in BUDGETS)
+    assert len(shapes) == 5000
+    assert loop.tokens / loop.seconds >= 0.99 * best
+
+
+def hardened(easy: Text, told: bool) -> Text:
+    """Where hardly any draft passes. told: the scores say so; else they go on promising what the easy text holds."""
+    scores = easy.scores * np.float32(0.1) ** np.arange(WIDTH, dtype=np.float32)
+    chance = np.random.default_rng(1).random((*easy.lengths.shape, 1))
+    return Text((chance < scores[..., 1:]).sum(-1), scores if told else easy.scores)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("lanes", [8, 32])
+def test_it_follows_within_200_steps_when_acceptance_falls_and_returns(lanes: int, told: bool) -> None:
+    auto, loop, easy = made(), Loop(lanes), text(6.09)
+    before = [shape.share for shape in play(auto, loop, easy, 600)]
+    fallen = [shape.share for shape in play(auto, loop, hardened(easy, told), 700)]
+    again = [shape.share for shape in play(auto, loop, easy, 600)]
+    assert np.mean(np.array(fallen[200:]) == 1) > 0.9
+    best = max(before[200:], key=before[200:].count)
+    assert best in {8: (12, 16), 32: (8,)}[lanes]
+    assert max(again[200:], key=again[200:].count) in {8: (12, 16), 32: (8,)}[lanes]
+    assert sum(share in (1, 4) for share in again[200:]) < 4
+
+
+def test_whole_blocks_are_not_scored_but_some_steps_among_them_are() -> None:
+    auto, loop = made(), Loop(1)
+    shapes = list(play(auto, loop, text(6.09), 2000))[200:]
+    whole = [shape for shape in shapes if shape.share == WIDTH]
+    assert not any(shape.scored for shape in whole)
+    assert len(whole) > 0.9 * len(shapes)
+    assert {shape.share for shape in shapes if shape.scored} == {12}
+    lanes = torch.tensor([True, True, False])
+    assert auto.lengths(Draft(torch.zeros(3, WIDTH - 1)), whole[0], lanes).tolist() == [WIDTH, WIDTH, 0]
+
+
+def test_another_load_is_sized_at_its_first_step() -> None:
+    auto, loop = made(), Loop(8)
+    list(play(auto, loop, text(6.09), 400))
+    assert auto.shape(32).share == 8
+    assert auto.shape(8).share >= 12
+    assert auto.shape(16).share == 8
+
+
+def test_the_only_budget_there_is_is_scored() -> None:
+    costs = ReplayCosts(lambda live, shape: shape.share)
+    auto = Auto(NoScorer(), NoScorer(), 4, costs, False, BUDGETS)
+    assert [(shape.width, shape.rows, shape.scored) for shape in auto.shapes(3)] == [(1, 3, True), (4, 12, True)]

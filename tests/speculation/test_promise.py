@@ -1,0 +1,76 @@
+"""What budgets promise, from scores and from what became of the drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dscale.speculation.promise import FACTOR_PRIOR, FRESH, REFRESH, Promise
+
+HIGH, LOW = [0.9, 0.8, 0.2], [0.5, 0.4, 0.3]  # two requests: slots are granted 0.9 0.8 | 0.5 0.4 | 0.3 0.2
+SCORES = np.array([HIGH, LOW], np.float32)
+CLEAN = np.ones(2, bool)
+
+
+def seen(promise: Promise, budget: int, verified: list[int], accepted: list[int], steps: int) -> None:
+    for _ in range(steps):
+        promise.observe(budget, SCORES, np.array(verified), np.array(accepted), CLEAN)
+
+
+def test_requests_share_each_budget() -> None:
+    promise = Promise(4, (2, 3, 4))
+    seen(promise, 2, [3, 1], [2, 0], 1)
+    promise._lasting[:] = 0
+    assert promise.tokens(2) == pytest.approx([1 + 1.7 / 2, 1 + 2.6 / 2, 1 + 3.1 / 2])
+    assert promise.tokens(1) == pytest.approx([1 + 1.4 / 2, 1 + 2.6 / 2, 1 + 3.1 / 2])  # alone: each its own first ones
+
+
+def test_a_group_is_trusted_as_far_as_it_was_verified() -> None:
+    promise = Promise(4, (2, 3, 4))
+    seen(promise, 3, [3, 3], [2, 0], 50)  # both of the first group pass, none of the second
+    first, second = 1 / 0.85, FACTOR_PRIOR
+    accepted, predicted = promise._lasting
+    assert predicted[2] == 0
+    assert predicted[1] / predicted[0] == pytest.approx(0.9 / 1.7)
+    assert accepted[0] / predicted[0] == pytest.approx(first)
+    assert accepted[1] == 0
+    factors = promise._factors()
+    assert 1.0 < factors[0] < first
+    assert factors[1] == pytest.approx(factors[0] * second / (predicted[1] + second))
+    assert factors[2] == pytest.approx(factors[1])  # never verified: as the one before
+
+
+def test_drafts_not_verified_or_not_clean_do_not_count() -> None:
+    promise = Promise(4, (2, 3, 4))
+    promise.observe(4, SCORES, np.array([2, 4]), np.array([1, 0]), np.array([True, False]))
+    accepted, predicted = promise._lasting.tolist()
+    assert predicted == pytest.approx([0.9, 0.0, 0.0])
+    assert accepted == [1.0, 0.0, 0.0]
+
+
+def test_a_promise_that_is_not_kept_is_forgotten() -> None:
+    rng = np.random.default_rng(0)
+    promise = Promise(4, (2, 3, 4))
+    verified = np.array([4, 4])
+    for _ in range(400):  # as promised
+        accepted = (rng.random((2, 1)) < SCORES).sum(1)
+        promise.observe(4, SCORES, verified, accepted, CLEAN)
+    assert not promise.unsure
+    steps = 0
+    while not promise.unsure:
+        promise.observe(4, None, verified, np.zeros(2, int), CLEAN)
+        steps += 1
+    assert steps < FRESH
+    news = [promise.observe(4, SCORES, verified, np.zeros(2, int), CLEAN) for _ in range(FRESH // 2)]
+    assert news == [False] * (FRESH // 2 - 1) + [True]
+    assert not promise.unsure
+
+
+def test_a_promise_stands_for_some_steps() -> None:
+    promise = Promise(4, (2, 3, 4))
+    seen(promise, 2, [3, 1], [2, 0], FRESH // 2)
+    before = promise.tokens(2).tolist()
+    seen(promise, 2, [3, 1], [1, 0], REFRESH - 1)
+    assert promise.tokens(2).tolist() == before
+    seen(promise, 2, [3, 1], [1, 0], 1)
+    assert promise.tokens(2)[0] < before[0]
