@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,34 @@ class Loop:
             self.failed.append(f"request {number}: {len(answer['output_ids'])} tokens, {left} were asked for")
 
 
+async def texts(engine: Any, args: argparse.Namespace) -> list[list[int]]:
+    """Answers to four fixed prompts, one after the other: together, their shares of the budget would depend on who came
+    first. Under one trace they hang on the caches of both models, and arms of one policy must give nearly the same."""
+    import torch
+
+    made = []
+    for n in range(4):
+        ids = torch.randint(args.vocab, (64 + 8 * n,), generator=torch.Generator().manual_seed(n)).tolist()
+        params = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": n}
+        made.append((await engine.async_generate(input_ids=ids, sampling_params=params))["output_ids"])
+    return made
+
+
+def agreement(arms: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Tokens before the texts of two arms of one policy and budget part, in all: 256 where they never do."""
+    known = [one for one in arms if one.get("texts")]
+    found = {}
+    for first, other in combinations(known, 2):
+        if all(first[key] == other[key] for key in ("kind", "policy", "slots")):
+            pairs = zip(first["texts"], other["texts"], strict=True)
+            found[f"{first['name']} = {other['name']}"] = sum(_alike(*pair) for pair in pairs)
+    return found
+
+
+def _alike(first: Sequence[int], other: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=True)))
+
+
 def measure(rows: Sequence[dict[str, Any]], concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
     """A window of a loop's steps: it opens after --warm-steps decode steps from the first with all requests on."""
     full = next((i for i, row in enumerate(rows) if row["mode"] == "D" and row["requests"] == concurrency), None)
@@ -182,6 +210,7 @@ def run_arm(arm: dict[str, Any], args: argparse.Namespace) -> None:
     loop = asyncio.get_event_loop_policy().get_event_loop() if not hasattr(engine, "loop") else engine.loop
     warm = Loop(engine, max(wanted), args)
     loop.run_until_complete(warm.run(0.0))
+    made["texts"] = loop.run_until_complete(texts(engine, args))
     for concurrency in wanted:
         for repetition in range(args.repeats):
             before = len(log.read_text().splitlines())
@@ -288,7 +317,8 @@ def main() -> None:
             left = args.limit - (time.time() - began)
             ended = {**arm, "problem": "time is up"} if left < 45 else spawn(arm, args, Path(folder), left)
             record["arms"].append(ended)
-            print(f"arm {arm['name']} ended after {time.time() - began:.0f} s", flush=True)
+            record["agreement"] = agreement(record["arms"])
+            print(f"arm {arm['name']} ended after {time.time() - began:.0f} s; {record['agreement']}", flush=True)
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
