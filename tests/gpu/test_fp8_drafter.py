@@ -74,3 +74,10 @@ def test_the_host_never_waits() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)] == []
+
+
+def test_the_deterministic_mode_takes_it() -> None:
+    """Only the target's rows have to be independent."""
+    expected = tokens(on_gpu("off", deterministic=True), prompts(8), SEEDED)
+    llm = on_gpu("dvl", deterministic=True, draft_weights="fp8")
+    assert tokens(llm, prompts(8), SEEDED) == expected
