@@ -15,15 +15,16 @@ from dscale.config import InputError
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import gpu_throughput
 
+    monkeypatch.setattr(gpu_throughput, "LEAST_STEPS", 40)  # whose outcome the seeds decide
     return gpu_throughput
 
 
 MINIATURE = [
-    "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "2,4", "--seconds", "0.25",
+    "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "2,4", "--seconds", "0",
     "--repeats", "2", "--warm-steps", "5", "--prompt-tokens", "40", "--output-tokens", "60",
 ]  # fmt: skip
 
@@ -82,6 +83,9 @@ def test_arms_by_name(bench: ModuleType) -> None:
         bench.Arm.parse("dvl+fast")
     assert bench.Arm.parse("dvl@8+fp8").draft_weights == "fp8"
     assert bench.Arm.parse("dvl@8+w12").draft_weights == "auto"
+    bits = {"draft_weights": "auto", "kv_cache_dtype": "fp8", "draft_kv_cache_dtype": "auto"}
+    assert bench.Arm.parse("auto+kv8").bits == bits
+    assert bench.Arm.parse("off+draftkv8+fp8").bits == dict.fromkeys(bits, "fp8") | {"kv_cache_dtype": "auto"}
 
 
 def test_intervals_by_hand(bench: ModuleType) -> None:

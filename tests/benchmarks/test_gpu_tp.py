@@ -15,9 +15,10 @@ def test_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     import gpu_tp
 
     monkeypatch.setattr(gpu_tp, "cached_alias", lambda name: None)
+    monkeypatch.setattr("gpu_throughput.LEAST_STEPS", 25)
     out = tmp_path / "record.json"
     record = gpu_tp.main([
-        "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "2,3", "--seconds", "0.2",
+        "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "2,3", "--seconds", "0",
         "--warm-steps", "3", "--prompt-tokens", "20", "--output-tokens", "40", "--arms", "off,control,dvl@6,auto",
         "--limit", "1000", "--out", str(out),
     ])  # fmt: skip
