@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_attention.py --out record.json            everything, under 100 s
     python benchmarks/gpu_attention.py --out record.json --sweep    tile shapes too
+    python benchmarks/gpu_attention.py --cache fp8 --sweep          the same over a cache in eight bits
 
 1. Errors against plain torch in float32 on random ragged batches: dtypes, head sizes, groups, layouts, windows, fp8,
    prefill; deterministic mode bit for bit over batches; repeated runs; a captured graph with new lengths.
@@ -168,6 +169,9 @@ def check_all(bench: Bench) -> None:
         "float16": {"dtype": torch.float16},
         "float32, heads 9/3 of 64": {"dtype": torch.float32, "heads": 9, "kv": 3, "size": 64},
         "fp8 cache": {"cache": torch.float8_e4m3fn},
+        "fp8 cache, narrow": {"cache": torch.float8_e4m3fn, "options": AttentionOptions("narrow")},
+        "fp8 cache, deterministic": {"cache": torch.float8_e4m3fn, "options": AttentionOptions(deterministic=True)},
+        "fp8 cache, heads 24/2 of 256": {"cache": torch.float8_e4m3fn, "heads": 24, "kv": 2, "size": 256},
         "deterministic": {"options": AttentionOptions(deterministic=True)},
     }
     for name, options in cases.items():
@@ -178,6 +182,7 @@ def check_all(bench: Bench) -> None:
         "prefill, window 300": {"window": 300},
         "prefill, deterministic": {"options": AttentionOptions(deterministic=True)},
         "prefill, heads 24/2 of 256": {"heads": 24, "kv": 2, "size": 256},
+        "prefill, fp8 cache": {"cache": torch.float8_e4m3fn},
         "prefill, float32": {"dtype": torch.float32, "heads": 9, "kv": 3, "size": 64},
     }
     for name, options in prefills.items():
@@ -319,8 +324,8 @@ def label(tile: Tile) -> str:
     return f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages} p{tile.programs}"
 
 
-def time_all(bench: Bench, sweep: bool) -> None:
-    """All timed cases, those with a bound in the issue first."""
+def time_all(bench: Bench, sweep: bool, cache: torch.dtype) -> None:
+    """All timed cases, those with a bound in the issue first, over a cache of this dtype."""
     ways: dict[str, AttentionOptions | None] = {name: AttentionOptions(name) for name in ("packed", "narrow", "wide")}
     ways["deterministic"] = AttentionOptions(deterministic=True)
     packed = {"packed": ways["packed"]}
@@ -336,7 +341,9 @@ def time_all(bench: Bench, sweep: bool) -> None:
     if sweep:
         cases += [(shape, {label(tile): AttentionOptions(tile=tile) for tile in SWEEP}) for shape in asked]
         cases += [(shape, {label(tile): AttentionOptions(tile=tile) for tile in ONE_ROW_SWEEP}) for shape in single]
-    if find_spec("flashinfer"):  # last: it may compile its kernels
+    if cache is not torch.bfloat16:
+        cases = [(replace(shape, cache=cache), some) for shape, some in cases]
+    elif find_spec("flashinfer"):  # last: it may compile its kernels
         cases += [(shape, {"flashinfer": None}) for shape in asked]
     for shape, some in cases:
         bench.attempt(f"{shape}", partial(time_ways, bench, shape, some))
@@ -367,6 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON record")
     parser.add_argument("--sweep", action="store_true", help="other tile shapes beside the chosen ones")
+    parser.add_argument("--cache", choices=("bfloat16", "fp8"), default="bfloat16", help="of the timed cases")
     parser.add_argument("--seconds", type=float, default=95, help="no case begins later than this")
     parser.add_argument("--working-set", type=int, default=300_000_000, help="bytes of keys and values in rotation")
     args = parser.parse_args()
@@ -374,11 +382,12 @@ def main() -> None:
     with torch.inference_mode():
         bench.bandwidth = copy_bandwidth()
         check_all(bench)
-        time_all(bench, args.sweep)
+        time_all(bench, args.sweep, torch.float8_e4m3fn if args.cache == "fp8" else torch.bfloat16)
     print_tables(bench)
     if args.out:
         record = asdict(bench) | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         record |= {"triton": triton.__version__, "command": "benchmarks/gpu_attention.py" + " --sweep" * args.sweep}
+        record["command"] += f" --cache {args.cache}"
         del record["deadline"]
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 

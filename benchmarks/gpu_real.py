@@ -85,7 +85,7 @@ def build(loaded: LoadedTarget, arm: Arm, args: argparse.Namespace, **options: A
         loaded, drafter="none" if arm.policy == "off" else given, predictor=given, policy=arm.policy, slots=arm.slots,
         dtype=str(loaded.model.embedding.dtype).removeprefix("torch."), device=args.device, max_requests=lanes,
         max_model_len=args.max_model_len, graphs=not arm.eager, attention_layout=arm.layout,
-        deterministic=arm.deterministic, draft_weights=arm.draft_weights, **{**defaults, **options},
+        deterministic=arm.deterministic, **{**arm.bits, **defaults, **options},
     )  # fmt: skip
 
 

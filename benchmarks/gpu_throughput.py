@@ -13,10 +13,11 @@ gaps.
 
 --export-trace writes the trace by seed and position of the anchor, so that another engine can be given the same.
 
-Arms: policy[@slots][+wide|+narrow][+eager][+deterministic][+fp8] or a name of ARMS; fp8 is of the drafter's weights.
-They take turns (A B B A) over --repeats; ratios to the base arm (the first of control, off, whichever is there) are
-paired by repetition; 95% intervals are of the mean log ratio by Student's t. Past --limit seconds the remaining runs
-are skipped and the record says so.
+Arms: policy[@slots][+wide|+narrow][+eager][+deterministic][+fp8][+kv8][+draftkv8] or a name of ARMS; fp8 is of the
+drafter's weights, kv8 and draftkv8 are the caches of target and drafter in eight bits. They take turns (A B B A) over
+--repeats; ratios to the base arm (the first of control, off, whichever is there) are paired by repetition; 95%
+intervals are of the mean log ratio by Student's t. Past --limit seconds the remaining runs are skipped and the record
+says so.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ ARMS = {
     "tiles-dvl": "dvl@8+eager",
 }
 TRACED = 1024  # requests of an exported trace
-FLAGS = ("wide", "narrow", "eager", "deterministic", "fp8")
+FLAGS = ("wide", "narrow", "eager", "deterministic", "fp8", "kv8", "draftkv8")
 T_95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom
 
 
@@ -72,6 +73,8 @@ class Arm:
     deterministic: bool = False
     width: int | None = None
     draft_weights: str = "auto"
+    kv_cache_dtype: str = "auto"
+    draft_kv_cache_dtype: str = "auto"
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -84,8 +87,14 @@ class Arm:
         layout = next((flag for flag in flags if flag in ("wide", "narrow")), "packed")
         width = widths[0] if widths else None
         eager, deterministic = "eager" in flags, "deterministic" in flags
-        weights = "fp8" if "fp8" in flags else "auto"
-        return cls(text, policy, float(slots or 8), layout, eager, deterministic, width, weights)
+        eight = ["fp8" if flag in flags else "auto" for flag in ("fp8", "kv8", "draftkv8")]
+        return cls(text, policy, float(slots or 8), layout, eager, deterministic, width, *eight)
+
+    @property
+    def bits(self) -> dict[str, str]:
+        """What it keeps in eight bits, as LLM names it."""
+        names = ("draft_weights", "kv_cache_dtype", "draft_kv_cache_dtype")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def build(arm: Arm, models: Models, args: argparse.Namespace, concurrency: int) 
         device=args.device,
         max_requests=concurrency, max_model_len=length, max_prefill_tokens=args.prefill_tokens,
         num_pages=concurrency * pages_for(length + 64) + 2, prefix_caching=False, attention_layout=arm.layout,
-        deterministic=arm.deterministic, graphs=not arm.eager, draft_weights=arm.draft_weights,
+        deterministic=arm.deterministic, graphs=not arm.eager, **arm.bits,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ PAGE_SIZE = 16  # tokens of one cache page
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FAMILIES = ("llama", "qwen2", "qwen3")
 DRAFT_WEIGHTS = ("auto", "fp8")
+CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # beside auto
 ATTENTION_LAYOUTS = ("packed", "narrow", "wide")  # kernels/attention.py says what they are
 
 
@@ -196,6 +197,10 @@ class EngineConfig:
     draft_weights: "fp8" keeps the drafter's projections, and a copy of the LM head for its drafts, in eight bits:
     faster from compute capability 8.9 on, slower elsewhere. It may cost accepted drafts; text is what it was.
 
+    kv_cache_dtype, draft_kv_cache_dtype: of keys and values of target and drafter; auto is the dtype of the model, fp8
+    (or fp8_e4m3) takes half the memory of bfloat16 and rounds them once, when they are written. The target's rounding
+    changes the text, of every policy to the same; the drafter's only what is accepted.
+
     tensor_parallel: processes, each with a device of its own, that share the model. check_ranks: for debugging, they
     compare what each made of every step and stop at the first difference.
     """
@@ -214,6 +219,8 @@ class EngineConfig:
     attention_layout: str = "packed"
     deterministic: bool = False
     draft_weights: str = "auto"
+    kv_cache_dtype: str = "auto"
+    draft_kv_cache_dtype: str = "auto"
     tensor_parallel: int = 1
     check_ranks: bool = False
 
@@ -233,6 +240,9 @@ class EngineConfig:
             self.tensor_parallel == 1 or self.draft_weights == "auto",
             f"draft_weights: fp8 not with tensor_parallel {self.tensor_parallel}; drop one",
         )
+        for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
+            known = ("auto", *CACHE_DTYPES)
+            require(getattr(self, name) in known, f"{name}: {getattr(self, name)!r}; allowed are {', '.join(known)}")
         require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
         require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")

@@ -171,6 +171,18 @@ def test_draft_weights_reach_the_engine(dscale, pair):
     assert out == dscale("generate", *pair, "--max-tokens", 4, "w1")[1]
 
 
+def test_cache_dtypes_reach_the_engine(dscale, pair):
+    refused(dscale("generate", *pair, "--kv-cache-dtype", "int8", "w1"), "kv_cache_dtype: 'int8'", "auto, fp8, fp8_e4m3")
+    plain, rounded, draft = (
+        dscale("generate", *pair, *options, "--max-tokens", 12, "w1")[:2]
+        for options in ((), ("--kv-cache-dtype", "fp8"), ("--draft-kv-cache-dtype", "fp8_e4m3"))
+    )
+    off = dscale("generate", *pair, "--policy", "off", "--kv-cache-dtype", "fp8", "--max-tokens", 12, "w1")[:2]
+    assert rounded == off
+    assert draft == plain
+    assert plain[0] == rounded[0] == 0
+
+
 def test_missing_model(dscale):
     refused(dscale("generate", "-m", "no/such/thing/here", "w1"), "no/such/thing/here", "smollm2-135m")
 

@@ -95,6 +95,13 @@ def test_heads_that_do_not_divide_are_dealt_out_or_copied(pairs, crew: Crew, pai
     assert tokens(shared, prompts(6), SEEDED) == tokens(alone, prompts(6), SEEDED)
 
 
+def test_caches_in_eight_bits_round_the_same(pairs, crew: Crew):
+    options = {"kv_cache_dtype": "fp8", "draft_kv_cache_dtype": "fp8"}
+    alone, shared = build(pairs["even"], "off", kv_cache_dtype="fp8"), build(pairs["even"], "full", crew, **options)
+    assert shared.engine.worker.models.target_cache.dtype is torch.float8_e4m3fn
+    assert tokens(shared, prompts(6), SEEDED) == tokens(alone, prompts(6), SEEDED)
+
+
 def test_random_shapes_are_the_same_weights(crew: Crew):
     pair = {"model": "random:tiny", "drafter": "auto"}
     rows = [[1, 2, 3], [400] * 30]

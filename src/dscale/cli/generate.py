@@ -51,6 +51,8 @@ def generate(
     graphs: o.Graphs = True,
     deterministic: o.Deterministic = False,
     draft_weights: o.DraftWeights = "auto",
+    kv_cache_dtype: o.CacheDtype = "auto",
+    draft_kv_cache_dtype: o.DraftCacheDtype = "auto",
     tp: o.TensorParallel = 1,
     max_tokens: o.MaxTokens = 256,
     temperature: o.Temperature = 0.0,
@@ -84,7 +86,7 @@ def generate(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
         dtype=dtype, device=device, max_requests=max_requests, recorder=recorder, graphs=graphs,
         simulate=o.simulated(simulate), tensor_parallel=tp, deterministic=deterministic,
-        draft_weights=draft_weights,
+        draft_weights=draft_weights, kv_cache_dtype=kv_cache_dtype, draft_kv_cache_dtype=draft_kv_cache_dtype,
     )  # fmt: skip
     pending = [row for row in rows if row.id not in done]
     ids = [token_ids(llm, row, raw) for row in pending]

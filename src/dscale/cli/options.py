@@ -34,6 +34,13 @@ DraftWeights = Annotated[
     str,
     typer.Option("--draft-weights", help="auto, or fp8: drafts at eight bits; faster on newer GPUs, slower on a CPU."),
 ]
+CacheDtype = Annotated[
+    str,
+    typer.Option("--kv-cache-dtype", help="auto, or fp8: half the memory, keys and values rounded; slower on a CPU."),
+]
+DraftCacheDtype = Annotated[
+    str, typer.Option("--draft-kv-cache-dtype", help="The same for the drafter's cache; costs drafts, not text.")
+]
 Graphs = Annotated[bool, typer.Option("--graphs/--no-graphs", help="On a GPU: capture decode steps as CUDA graphs.")]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="On a GPU: the text of `off` in bfloat16 too, whatever the batch.")

@@ -49,6 +49,12 @@ def serve(
     draft_weights: Annotated[
         str | None, typer.Option(help="auto, or fp8: drafts at eight bits; faster on newer GPUs, slower on a CPU.")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="auto, or fp8: half the memory, keys and values rounded; slower on a CPU.")
+    ] = None,
+    draft_kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="The same for the drafter's cache; costs drafts, not text.")
+    ] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most sequences decoded together (16).")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer.")] = None,
     max_prefill_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of one step (512).")] = None,

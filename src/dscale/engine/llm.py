@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from dscale.config import (
-    PAGE_SIZE,
     CacheConfig,
     EngineConfig,
     InputError,
@@ -54,7 +53,7 @@ from dscale.speculation.dspark import DSpark
 from dscale.speculation.policies import Policy, Scorer
 from dscale.speculation.predictor import Predictor, PredictorConfig, random_predictor, read_config
 from dscale.speculation.simulated import SIMULATED, SimulatedAcceptance
-from dscale.speculation.state import DeviceState, Models
+from dscale.speculation.state import CacheTypes, DeviceState, Models
 
 Messages = Sequence[dict[str, Any]]
 OnFinish = Callable[[int, RequestOutput], None]
@@ -207,10 +206,11 @@ class LLM:
         if self.drafter is not None:
             trained = self.drafter.config.width
             require(width <= trained, f"width: {width} is wider than the drafter's trained block; at most {trained}")
-        num_pages = self.config.num_pages or self._fitting_pages(target, length + width)
+        types = CacheTypes.of(self.config, target)
+        num_pages = self.config.num_pages or self._fitting_pages(target, types, length + width)
         if target.stack.ranks.size > 1:
             num_pages = target.stack.ranks.least(num_pages, target.embedding.device)
-        models = Models.allocate(target, self.drafter, num_pages, length + width + 1)
+        models = Models.allocate(target, self.drafter, num_pages, length + width + 1, types)
         models.reader = self._reader
         models.attention = AttentionOptions(self.config.attention_layout, self.config.deterministic)
         pack_weights(target, self.drafter)
@@ -306,11 +306,9 @@ class LLM:
             worker.crew.tell(worker.number, "switch", policy, slots, width)
             return self._switch(policy, slots, width)
 
-    def _fitting_pages(self, target: Target, length: int) -> int:
+    def _fitting_pages(self, target: Target, types: CacheTypes, length: int) -> int:
         """Pages for every request at full length, or what a share of free memory holds."""
-        configs = [target.config.decoder] + ([self.drafter.config.decoder] if self.drafter else [])
-        itemsize = target.embedding.element_size()
-        per_page = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim * PAGE_SIZE * itemsize for c in configs)
+        per_page = types.page_bytes(target.config.decoder, self.drafter.config.decoder if self.drafter else None)
         room = int(free_memory(target.embedding.device) * self.config.memory_fraction / per_page)
         require(room >= 2, f"memory_fraction: {self.config.memory_fraction} of free memory holds no cache page")
         return min(self.config.max_requests * pages_for(length + 1) + 1, room)

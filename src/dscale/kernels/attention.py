@@ -1,7 +1,8 @@
 """Attention of ragged query rows over a paged cache: verification, draft blocks and prefill by one kernel.
 
 Request i owns rows starts[i] … starts[i+1]-1; they stand at positions contexts[i], contexts[i]+1, … and their own keys
-are already in the cache. With n_i rows, row j sees the keys of positions
+are already in the cache, perhaps in eight bits: all that attends reads the rounded rows. With n_i rows, row j sees the
+keys of positions
     causal:         0 … contexts[i] + j
     bidirectional:  0 … contexts[i] + n_i - 1           (a draft block: every row sees the whole block)
 and with a window w only those greater than (its own position - w). Rows from starts[N] on are sentinels: zeros.
@@ -11,7 +12,7 @@ and with a window w only those greater than (its own position - w). Rows from st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -119,6 +120,17 @@ def _visible(batch: RaggedBatch, column: Tensor, counts: Tensor, keys: int, wind
     return torch.where(dead[:, :, None], key == 0, seen)
 
 
+def _widened(
+    key_cache: Tensor, value_cache: Tensor, batch: RaggedBatch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, RaggedBatch]:
+    """The pages that the lanes may see, copied in another dtype, and the batch over the copies."""
+    lanes = batch.lanes.shape[0]
+    pages = batch.page_table[batch.lanes, : -(-batch.max_context // key_cache.shape[2])].long().flatten()
+    table = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device).view(lanes, -1)
+    keys, values = (cache[pages].to(dtype) for cache in (key_cache, value_cache))
+    return keys, values, replace(batch, page_table=table, lanes=torch.arange(lanes, device=pages.device))
+
+
 def paged_attention(
     q: Tensor,
     key_cache: Tensor,
@@ -133,8 +145,11 @@ def paged_attention(
 
     The cache holds keys / key_scale and values / value_scale (for an fp8 cache; elsewhere 1).
     """
-    if native.usable(q) and key_cache.dtype is q.dtype:
-        return native.paged_attention(q, key_cache, value_cache, batch, scale, window)
+    if native.usable(q):
+        if key_cache.dtype is not q.dtype:
+            key_cache, value_cache, batch = _widened(key_cache, value_cache, batch, q.dtype)
+        out = native.paged_attention(q, key_cache, value_cache, batch, scale * key_scale, window)
+        return out if value_scale == 1.0 else out * value_scale
     if triton.usable(q):
         from dscale.kernels.triton import attention as fast
 

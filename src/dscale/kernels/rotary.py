@@ -3,6 +3,8 @@
 q = rotate(norm(q), angle(position)),  k = rotate(norm(k), angle(position)),  v unchanged
 neox:         (a, b) = halves of the head;      rotated = (a·cos - b·sin, b·cos + a·sin)
 interleaved:  (a, b) = even and odd elements;   the same formula, put back in place
+
+The cache may be of another dtype, such as float8_e4m3fn: k and v are rounded once, as they are written.
 """
 
 from __future__ import annotations
@@ -52,12 +54,20 @@ def split_rotate(
     return rotate(q, angles, shape.interleaved), rotate(k, angles, shape.interleaved), v
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as a cache of this dtype holds it. float8_e4m3fn has no infinity: beyond ±448 x becomes ±448."""
+    if dtype is torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        x = x.clamp(-largest, largest)
+    return x.to(dtype)
+
+
 def write_cache(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Write rows k, v [R, kv, d] at slots [R] of caches [pages, kv, page, d]; slot = page · page size + offset."""
     page_size = key_cache.shape[2]
     pages, offsets = slots // page_size, slots % page_size
-    key_cache[pages, :, offsets] = k.to(key_cache.dtype)
-    value_cache[pages, :, offsets] = v.to(value_cache.dtype)
+    key_cache[pages, :, offsets] = rounded(k, key_cache.dtype)
+    value_cache[pages, :, offsets] = rounded(v, value_cache.dtype)
 
 
 def split_rotate_write(
@@ -71,8 +81,14 @@ def split_rotate_write(
     k_norm: Tensor | None = None,
 ) -> Tensor:
     """split_rotate, k and v written to the cache at slots [R]; returns q [R, heads, d]."""
-    if native.usable(qkv) and key_cache.dtype is qkv.dtype:
-        return native.split_rotate_write(qkv, angles, shape, key_cache, value_cache, slots, q_norm, k_norm)
+    if native.usable(qkv):
+        if key_cache.dtype is qkv.dtype:
+            return native.split_rotate_write(qkv, angles, shape, key_cache, value_cache, slots, q_norm, k_norm)
+        k, v = qkv.new_empty(2, qkv.shape[0], shape.num_kv_heads, 1, shape.head_dim)  # pages of one row
+        rows = torch.arange(qkv.shape[0])
+        q = native.split_rotate_write(qkv, angles, shape, k, v, rows, q_norm, k_norm)
+        write_cache(k[:, :, 0], v[:, :, 0], key_cache, value_cache, slots)
+        return q
     if triton.usable(qkv) and (q_norm is None) == (k_norm is None):
         from dscale.kernels.triton import rotary
 
@@ -105,8 +121,15 @@ def write_context(
 
     kv [R, layers, 2, kv, d], keys at index 0; angles [R, d]; cache [layers, 2, pages, kv, page, d]; k_norms: [d] each.
     """
-    if native.usable(kv) and cache.dtype is kv.dtype:
-        native.write_context(kv, angles, shape, cache, slots, k_norms)
+    if native.usable(kv):
+        if cache.dtype is kv.dtype:
+            native.write_context(kv, angles, shape, cache, slots, k_norms)
+            return
+        rows, layers, _, heads, size = kv.shape
+        made = kv.new_empty(layers, 2, rows, heads, 1, size)  # pages of one row
+        native.write_context(kv, angles, shape, made, torch.arange(rows), k_norms)
+        for (k, v), (keys, values) in zip(made[..., 0, :], cache, strict=True):
+            write_cache(k, v, keys, values, slots)
     elif triton.usable(kv):
         from dscale.kernels.triton import rotary
 

@@ -130,7 +130,12 @@ class DecoderStack(nn.Module):
     def forward(self, x: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Rows x [R, H] → (hidden [R, H] after the final norm, taps [R, T·H] side by side or None)."""
         outputs: list[Tensor] = []
-        if self.native is not None and isinstance(attend, PagedAttention) and native.usable(x):
+        if (
+            self.native is not None
+            and isinstance(attend, PagedAttention)
+            and attend.cache.dtype is x.dtype  # it reads no other
+            and native.usable(x)
+        ):
             return self.native.run(x, attend.cache, attend.angles, attend.batch, taps)
         blocks = self.blocks
         residual, normed = x, blocks[0].input_norm(x)

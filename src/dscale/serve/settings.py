@@ -18,7 +18,7 @@ from dscale.serve.messages import RefitOptions
 SECRET = ("api_key",)
 ENGINE = (
     "dtype", "device", "max_requests", "max_model_len", "max_prefill_tokens", "num_pages", "memory_fraction",
-    "prefix_caching", "tensor_parallel", "deterministic", "draft_weights",
+    "prefix_caching", "tensor_parallel", "deterministic", "draft_weights", "kv_cache_dtype", "draft_kv_cache_dtype",
 )  # fmt: skip
 SPECULATION = ("drafter", "predictor", "policy", "width", "slots", "layout")
 
@@ -54,6 +54,8 @@ class ServerSettings:
     tensor_parallel: int = 1
     deterministic: bool = False
     draft_weights: str = "auto"
+    kv_cache_dtype: str = "auto"
+    draft_kv_cache_dtype: str = "auto"
     seed: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000

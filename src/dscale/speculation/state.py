@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dscale.config import PAGE_SIZE, DecoderConfig, SamplingParams
+from dscale.config import CACHE_DTYPES, PAGE_SIZE, DecoderConfig, EngineConfig, SamplingParams, require
 from dscale.kernels import triton
 from dscale.kernels.attention import AttentionOptions
 from dscale.layers.ranks import ALONE, Ranks
@@ -21,6 +22,33 @@ from dscale.speculation.simulated import Simulation
 from dscale.speculation.transfer import place
 
 MAX_END_TOKENS = 16  # end and stop tokens a request may have on the device
+
+
+class CacheTypes(NamedTuple):
+    """Dtypes of the keys and values of target and drafter."""
+
+    target: torch.dtype
+    draft: torch.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: Target) -> CacheTypes:
+        """As configured; auto is the dtype of the target's rows, which are the drafter's too. InputError for a GPU
+        whose kernels know no eight bits."""
+        for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
+            given = getattr(config, name)
+            if given != "auto" and target.embedding.is_cuda:
+                have = torch.cuda.get_device_capability(target.embedding.device)
+                require(
+                    have >= (8, 9), f"{name}: {given} needs compute capability 8.9; this GPU has {have[0]}.{have[1]}"
+                )
+        own = target.embedding.dtype
+        return cls(*(CACHE_DTYPES.get(one, own) for one in (config.kv_cache_dtype, config.draft_kv_cache_dtype)))
+
+    def page_bytes(self, target: DecoderConfig, drafter: DecoderConfig | None) -> int:
+        """Bytes of one page of both caches."""
+        kinds = [(target, self.target)] + ([(drafter, self.draft)] if drafter is not None else [])
+        numbers = 2 * PAGE_SIZE
+        return sum(numbers * c.num_layers * c.num_kv_heads * c.head_dim * kind.itemsize for c, kind in kinds)
 
 
 @dataclass
@@ -47,11 +75,20 @@ class Models:
         return self.drafter.config.taps if self.drafter is not None else ()
 
     @classmethod
-    def allocate(cls, target: Target, drafter: Drafter | None, num_pages: int, positions: int) -> Models:
-        """Caches of num_pages pages and rotary tables for `positions` positions, on the target's device and dtype."""
-        device, dtype = target.embedding.device, target.embedding.dtype
+    def allocate(
+        cls,
+        target: Target,
+        drafter: Drafter | None,
+        num_pages: int,
+        positions: int,
+        types: CacheTypes | None = None,
+    ) -> Models:
+        """Caches of num_pages pages and rotary tables for `positions` positions, on the target's device; types None:
+        the caches have the target's dtype."""
+        device, own = target.embedding.device, target.embedding.dtype
+        types = types or CacheTypes(own, own)
 
-        def cache(config: DecoderConfig) -> Tensor:
+        def cache(config: DecoderConfig, dtype: torch.dtype) -> Tensor:
             shape = (config.num_layers, 2, num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -59,11 +96,11 @@ class Models:
             return rotary_table(config.rope, config.head_dim, positions, device)
 
         decoder = target.config.decoder
-        models = cls(target, table(decoder), cache(decoder), ranks=target.stack.ranks)
+        models = cls(target, table(decoder), cache(decoder, types.target), ranks=target.stack.ranks)
         if drafter is not None:
             models.drafter = drafter
             models.draft_table = table(drafter.config.decoder)
-            models.draft_cache = cache(drafter.config.decoder)
+            models.draft_cache = cache(drafter.config.decoder, types.draft)
         return models
 
 

@@ -21,6 +21,14 @@ HEADS = 8  # heads a program takes
 
 
 @triton.jit
+def _store_rounded(at, x, mask):
+    """x at pointers of the cache. Eight bits hold no infinity: what is too large becomes their largest number."""
+    if at.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _rotate_write(
     fused, angles, q_norm, k_norm, q_out, keys, values, slots, heads, kv, half, page_size, eps,
     row_stride, layer_stride, key_layer, key_page, key_head, key_row, value_layer, value_page, value_head, value_row,
@@ -68,13 +76,13 @@ def _rotate_write(
     key_start = keys + layer * key_layer + page * key_page + offset * key_row
     key_start = key_start + (head - heads)[:, None] * key_head
     to_k = is_k[:, None] & whole[None, :]
-    tl.store(key_start + first[None, :], turned_a.to(keys.dtype.element_ty), mask=to_k)
-    tl.store(key_start + second[None, :], turned_b.to(keys.dtype.element_ty), mask=to_k)
+    _store_rounded(key_start + first[None, :], turned_a, to_k)
+    _store_rounded(key_start + second[None, :], turned_b, to_k)
     value_start = values + layer * value_layer + page * value_page + offset * value_row
     value_start = value_start + (head - heads - kv)[:, None] * value_head
     to_v = is_v[:, None] & whole[None, :]
-    tl.store(value_start + first[None, :], raw_a.to(values.dtype.element_ty), mask=to_v)
-    tl.store(value_start + second[None, :], raw_b.to(values.dtype.element_ty), mask=to_v)
+    _store_rounded(value_start + first[None, :], raw_a, to_v)
+    _store_rounded(value_start + second[None, :], raw_b, to_v)
 
 
 def split_rotate_write(
