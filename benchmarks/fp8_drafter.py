@@ -1,6 +1,7 @@
 """What a drafter in eight bits costs in accepted drafts: tokens a step with --draft-weights auto and fp8, same prompts.
 
     python benchmarks/fp8_drafter.py gsm8k.jsonl=24 mt-bench.jsonl=24 --out benchmarks/records/fp8_drafter.json
+    python benchmarks/fp8_drafter.py gsm8k.jsonl=24 --option draft_kv_cache_dtype --out …       of its cache instead
 
 Files as of served_progress.py. Policy `full`, greedy and at temperature 1, where prompt n has seed n. On a CPU the
 values are rounded as on a GPU and multiplied in the wider type. The ratio of progress is of the sums over all prompts;
@@ -24,15 +25,16 @@ from dscale.engine.outputs import RequestOutput
 
 LONGEST = 1024
 RESAMPLED = 2000
+OPTIONS = ("draft_weights", "draft_kv_cache_dtype", "kv_cache_dtype")
 TEMPERATURES = (0.0, 1.0)
 Answers = dict[float, dict[str, list[RequestOutput]]]  # by temperature and file
 
 
-def answers(weights: str, args: argparse.Namespace) -> Answers:
-    """Of every prompt, by an engine with these draft weights; prompt n of a file has seed n."""
+def answers(kind: str, args: argparse.Namespace) -> Answers:
+    """Of every prompt, by an engine with the option so; prompt n of a file has seed n."""
     llm = LLM(
         args.model, drafter=args.drafter, policy="full", dtype=args.dtype, device=args.device, max_requests=8,
-        max_model_len=LONGEST, draft_weights=weights,
+        max_model_len=LONGEST, **{args.option: kind},
     )  # fmt: skip
     made: Answers = {heat: {} for heat in TEMPERATURES}
     for file in args.files:
@@ -79,6 +81,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Command line; returns the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="FILE=N")
+    parser.add_argument("--option", choices=OPTIONS, default=OPTIONS[0], help="what is auto, then fp8")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
@@ -86,8 +89,9 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(given)
-    plain, rounded = (answers(weights, args) for weights in ("auto", "fp8"))
+    plain, rounded = (answers(kind, args) for kind in ("auto", "fp8"))
     record: dict[str, Any] = {"schema": "dscale.fp8_drafter/1", "model": args.model, "dtype": args.dtype}
+    record["option"] = args.option
     record |= {"device": args.device, "policy": "full", "max_tokens": args.max_tokens, "temperatures": {}}
     for heat in TEMPERATURES:
         cells = {name: compare(one, rounded[heat][name]) for name, one in plain[heat].items()}

@@ -187,16 +187,17 @@ def check_all(bench: Bench) -> None:
     }
     for name, options in prefills.items():
         bench.attempt(name, partial(check, bench, name, long, before, path="prefill", **options))
-    bench.attempt("same bits", partial(check_bits, bench))
+    for cache in (torch.bfloat16, torch.float8_e4m3fn):
+        bench.attempt("same bits", partial(check_bits, bench, cache))
     bench.attempt("graph", partial(check_graph, bench))
 
 
-def check_bits(bench: Bench) -> None:
+def check_bits(bench: Bench, cache: torch.dtype) -> None:
     """Deterministic mode: rows one at a time, together, and as a prefill have the same bits."""
     counts, contexts = [16, 5, 16], [3000, 1020, 17]
     batch = ragged(counts, contexts, options=AttentionOptions(deterministic=True), path="verify")[0]
     q = torch.randn(37, 32, 128, device=DEVICE, dtype=torch.bfloat16)
-    keys, values = torch.randn(2, batch.page_table.numel(), 8, PAGE, 128, device=DEVICE).bfloat16()
+    keys, values = torch.randn(2, batch.page_table.numel(), 8, PAGE, 128, device=DEVICE).to(cache)
     together = fast.paged_attention(q, keys, values, batch, 0.09)
     ok = torch.equal(together, fast.paged_attention(q, keys, values, replace(batch, path="prefill"), 0.09))
     single = torch.tensor([0, 1], device=DEVICE)
@@ -207,7 +208,7 @@ def check_bits(bench: Bench) -> None:
         alone = replace(batch, lanes=lanes, starts=single, contexts=context, max_rows=1)
         out = fast.paged_attention(q[row : row + 1], keys, values, alone, 0.09)
         ok &= torch.equal(out, together[row : row + 1])
-    bench.errors.append({"case": "same bits alone, together, as prefill", "error": 0.0, "ok": ok})
+    bench.errors.append({"case": f"same bits alone, together, as prefill, {cache}", "error": 0.0, "ok": ok})
 
 
 def check_graph(bench: Bench) -> None:

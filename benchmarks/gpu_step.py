@@ -122,14 +122,14 @@ def attention_flops(config: DecoderConfig, rows: float, keys: float) -> float:
 
 
 def through(
-    stack: DecoderStack, head: float, rows: float, head_rows: float, lanes: float, context: float, size: int
+    stack: DecoderStack, head: float, rows: float, head_rows: float, lanes: float, context: float, size: int, kept: int
 ) -> Work:
     """A pass of `rows` rows of `lanes` requests through a stack, `head_rows` of them through a head of `head` numbers;
-    size: bytes of a number."""
+    size: bytes of a number of the weights; kept: of the cache."""
     config, matrices = stack.config, weights(stack, size)
-    moved = matrices + (head if head_rows else 0) + cache_numbers(config) * (lanes * context + rows)
+    moved = size * (matrices + (head if head_rows else 0)) + kept * cache_numbers(config) * (lanes * context + rows)
     flops = 2.0 * (rows * matrices + head_rows * head) + attention_flops(config, rows, context + rows / lanes)
-    return Work(size * moved, flops)
+    return Work(moved, flops)
 
 
 def phases(llm: LLM, lanes: float, width: int, rows: float, context: float) -> dict[str, Work]:
@@ -138,13 +138,13 @@ def phases(llm: LLM, lanes: float, width: int, rows: float, context: float) -> d
     target, drafter = models.target, models.drafter
     size = target.embedding.element_size()
     head, draft_head = (weights(one.head, size) for one in (target, models.reader or target))
-    found = {"verify": through(target.stack, head, rows, rows, lanes, context, size)}
+    found = {"verify": through(target.stack, head, rows, rows, lanes, context, size, models.target_cache.itemsize)}
     if drafter is not None and width > 1:
-        queries = lanes * drafter.config.queries(width)
-        found["draft"] = through(drafter.stack, draft_head, queries, lanes * (width - 1), lanes, context, size)
+        queries, kept = lanes * drafter.config.queries(width), models.draft_cache.itemsize
+        found["draft"] = through(drafter.stack, draft_head, queries, lanes * (width - 1), lanes, context, size, kept)
         decoder = drafter.config.decoder
         joined = weights(drafter.fc, size) + weights(drafter.context_projection, size)
-        found["draft"] += Work(size * (joined + rows * cache_numbers(decoder)), 2.0 * rows * joined)
+        found["draft"] += Work(size * joined + kept * rows * cache_numbers(decoder), 2.0 * rows * joined)
     return found
 
 

@@ -56,7 +56,8 @@ def test_floor_of_qwen3_8b_by_hand(bench: ModuleType) -> None:
     with torch.device("meta"):
         target, drafter = Target(config).bfloat16(), Drafter(drafter_shape(config)).bfloat16()
         drafter.prepare()
-    models = SimpleNamespace(target=target, drafter=drafter, reader=None)
+    cache = torch.empty(0, dtype=torch.bfloat16)
+    models = SimpleNamespace(target=target, drafter=drafter, reader=None, target_cache=cache, draft_cache=cache)
     llm = SimpleNamespace(engine=SimpleNamespace(worker=SimpleNamespace(models=models)))
     found = bench.phases(llm, 32, 16, 256, 1000)
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
@@ -68,6 +69,9 @@ def test_floor_of_qwen3_8b_by_hand(bench: ModuleType) -> None:
     caches = 5 * 2 * 1024 * 2 * (32 * 1000 + 512 + 256)
     assert found["draft"].bytes == 2 * (5 * layer + head + projection) + caches
     assert "draft" not in bench.phases(llm, 32, 1, 32, 1000)
+    models.draft_cache = cache.to(torch.float8_e4m3fn)
+    assert bench.phases(llm, 32, 16, 256, 1000)["draft"].bytes == found["draft"].bytes - caches / 2
+    models.draft_cache = cache
     with torch.device("meta"):
         models.drafter, models.reader = fp8_drafter(drafter), fp8_head(target)
     rounded = bench.phases(llm, 32, 16, 256, 1000)
