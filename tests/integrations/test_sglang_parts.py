@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from dscale.config import InputError
 from dscale.integrations.sglang.counters import Counters
 from dscale.integrations.sglang.drafts import Drafts, Head, merge
+from dscale.integrations.sglang.plugin import _hold_back
 from dscale.integrations.sglang.settings import Settings
 from dscale.kernels.top_logits import top_logits
 from dscale.speculation.features import FeatureProjections
@@ -88,6 +90,15 @@ def test_rows_are_shared_out_where_q_is_high() -> None:
     draft = full.read(hidden, live, live)
     assert draft.survival is None
     assert full.lengths(draft, live).tolist() == [8, 8, 8]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_stream_waits_where_the_host_does_not(ahead: bool) -> None:
+    waited: list[str] = []
+    stream = SimpleNamespace(wait_stream=waited.append)
+    worker = SimpleNamespace(ahead=True) if ahead else SimpleNamespace()  # SGLang's own workers know nothing of it
+    _hold_back(None, SimpleNamespace(model_worker=worker, schedule_stream=stream, forward_stream="forward"))
+    assert waited == ["forward"] * ahead
 
 
 def test_counters_add_up() -> None:
