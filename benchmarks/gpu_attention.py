@@ -49,6 +49,18 @@ SWEEP = [
     Tile(64, 128, 8, 3, 1),
     Tile(64, 128, 4, 2, 1),
 ]
+EIGHT_BITS_SWEEP = [
+    Tile(64, 64, 4, 3, 2),
+    Tile(64, 64, 4, 4, 2),
+    Tile(64, 64, 4, 5, 1),
+    Tile(64, 64, 4, 5, 2),
+    Tile(64, 64, 8, 5, 1),
+    Tile(64, 64, 8, 5, 2),
+    Tile(64, 32, 4, 6, 2),
+    Tile(64, 128, 8, 3, 1),
+    Tile(64, 128, 8, 4, 1),
+    Tile(32, 64, 4, 5, 2),
+]
 ONE_ROW_SWEEP = [
     Tile(16, 64, 4, 3, 2),
     Tile(16, 64, 4, 3, 3),
@@ -339,8 +351,9 @@ def time_all(bench: Bench, sweep: bool, cache: torch.dtype) -> None:
         Shape(4, 0, rows=1024, path="prefill"), Shape(1, 3072, rows=1024, path="prefill"),
     ]  # fmt: skip
     cases = [(shape, ways) for shape in asked] + [(shape, packed) for shape in single + others]
+    tiles = SWEEP if cache is torch.bfloat16 else EIGHT_BITS_SWEEP
     if sweep:
-        cases += [(shape, {label(tile): AttentionOptions(tile=tile) for tile in SWEEP}) for shape in asked]
+        cases += [(shape, {label(tile): AttentionOptions(tile=tile) for tile in tiles}) for shape in asked]
         cases += [(shape, {label(tile): AttentionOptions(tile=tile) for tile in ONE_ROW_SWEEP}) for shape in single]
     if cache is not torch.bfloat16:
         cases = [(replace(shape, cache=cache), some) for shape, some in cases]
