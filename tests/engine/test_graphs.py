@@ -191,6 +191,32 @@ def test_capture_moves_nobody_on() -> None:
     assert not graphs.work.live.any()
 
 
+def test_whole_blocks_of_auto_are_captured_without_scores() -> None:
+    llm = engine("qwen3", "auto")
+    fixed_auto(llm, (4, 8))
+    graphs = captured(llm, Closure())
+    off, narrow, whole = (
+        graphs._find(graphs._key(2, shape, True)).outputs for shape in llm.engine.worker.policy.shapes(2)
+    )
+    assert (off.drafts, narrow.drafts, whole.drafts) == (0, 7, 7)
+    assert (narrow.scored, whole.scored) == (True, False)
+    assert whole.signals is None
+    assert whole.counts.shape == narrow.counts.shape
+
+
+def test_whole_blocks_of_auto_are_recorded_with_their_features() -> None:
+    recorder = Recorder(GROUPS, seed=4)
+    llm = engine("qwen3", "auto", recorder=recorder)
+    seen = llm.engine.worker.policy
+    costs = ReplayCosts(lambda live, shape: 0.01)
+    seen.policy = auto = Auto(seen.policy.full, seen.policy.full, seen.width, costs, False, (4, 8))
+    costs.shapes = auto.shapes
+    auto.shape = lambda live: auto.shapes(live)[-1]
+    assert tokens(llm, prompts(8), GREEDY) == reference("qwen3", False)
+    assert recorder.recorded > 8
+    assert recorder.skipped["other width"] == 0
+
+
 def test_prepare_captures_every_size_once() -> None:
     llm = engine("llama", "auto")
     fixed_auto(llm)

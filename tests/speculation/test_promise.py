@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dscale.speculation.promise import FACTOR_PRIOR, FRESH, REFRESH, Promise
+from dscale.speculation.promise import FACTOR_PRIOR, FRESH, LASTING, REFRESH, Promise
 
 HIGH, LOW = [0.9, 0.8, 0.2], [0.5, 0.4, 0.3]  # two requests: slots are granted 0.9 0.8 | 0.5 0.4 | 0.3 0.2
 SCORES = np.array([HIGH, LOW], np.float32)
@@ -20,9 +20,19 @@ def seen(promise: Promise, budget: int, verified: list[int], accepted: list[int]
 def test_requests_share_each_budget() -> None:
     promise = Promise(4, (2, 3, 4))
     seen(promise, 2, [3, 1], [2, 0], 1)
+    assert promise._expected(2)[0].cumsum() == pytest.approx([1.7 / 2, 2.6 / 2, 3.1 / 2])
+    assert promise._expected(1)[0].cumsum() == pytest.approx([1.4 / 2, 2.6 / 2, 3.1 / 2])  # alone: each its first ones
+
+
+def test_hard_text_takes_more_steps_of_a_narrow_budget() -> None:
+    """Two steps of 2.7 and of 1 token, as verified; 3 slots a request would have made it 2.7 and 1.9."""
+    promise = Promise(4, (2, 3, 4))
+    seen(promise, 2, [3, 1], [2, 0], 1)
+    harmonic = 3.7 / (2.7 / 2.7 + 1.0 / 1.9)
+    drift = promise._expected(2)[1]
+    assert drift[:2] == pytest.approx([1.0, 1 + LASTING * (harmonic / 2.3 - 1)])
     promise._lasting[:] = 0
-    assert promise.tokens(2) == pytest.approx([1 + 1.7 / 2, 1 + 2.6 / 2, 1 + 3.1 / 2])
-    assert promise.tokens(1) == pytest.approx([1 + 1.4 / 2, 1 + 2.6 / 2, 1 + 3.1 / 2])  # alone: each its own first ones
+    assert promise.tokens(2)[:2] == pytest.approx([1.85, 2.3 * drift[1]])
 
 
 def test_a_group_is_trusted_as_far_as_it_was_verified() -> None:

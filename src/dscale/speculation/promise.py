@@ -1,12 +1,17 @@
-"""What each of a few budgets promises: tokens a request and step, from the scores of the last thousand drafts and from
-what became of them. For `auto` where steps are captured (captured_choice.py).
+"""What each of a few budgets promises: tokens a request and step, from the scores of the last two thousand drafts and
+from what became of them. For `auto` where steps are captured (captured_choice.py).
 
-    tokens(b) = 1 + Σ over groups g up to b of  factor(g) · gain(g)
+    tokens(b) = drift(b) · (1 + Σ over groups g up to b of  factor(g) · gain(g))
     gain(g)     mean of Σ q a request over the slots that budget g grants and the one before it does not
     factor(g)   accepted over predicted drafts in such slots where they were verified, drawn to that of the group before
+    drift(b)    1 + LASTING · (harmonic(b) / mean(b) - 1)
 
-The same drafts speak of all budgets, so their differences are known far better than any budget's level. A level that
-stops fitting what is accepted shows in the sum of the misses; then all this is forgotten and learned anew.
+The same drafts speak of all budgets, so their differences are known far better than any budget's level. But a budget
+also changes which anchors are met: a narrow one takes more of its steps where the text is hard. Were a text equally
+easy for long, the stretch that drafts now cross with a tokens a step would take a / τ(b) steps of budget b, τ its
+expected tokens by q, and b would emit harmonic(b) = Σ a / Σ (a / τ(b)) a step, not the mean(b) of τ(b). In part it does.
+
+A level that stops fitting what is accepted shows in the sum of the misses; then all this is forgotten and learned anew.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ Ints = NDArray[np.integer]
 Bools = NDArray[np.bool_]
 
 PRIOR_SURVIVAL = 0.7  # per position, before anything was drafted
-KEPT = 1024  # survival rows that stand for the text being served
+LASTING = 0.2  # see above; 0.1 to 0.4 between neighbouring budgets on simulated texts
+KEPT = 2048  # survival rows that stand for the text being served
 FRESH = 32  # rows after which a promise is more than a guess
-REFRESH = 16  # steps for which a promise stands
+REFRESH = 32  # steps for which a promise stands
 FACTOR_MEMORY = 0.998  # share of a group's past drafts that one step keeps
 FIRST_PRIOR, FACTOR_PRIOR = 20.0, 100.0  # drafts of a group accepted as predicted or as in the group before
 MISS_MEMORY = 128  # requests' steps over which misses are summed
@@ -38,6 +44,7 @@ class Promise:
         self.budgets = np.array(budgets)
         self._scores = np.zeros((KEPT, width - 1), np.float32)
         self._scores[0] = PRIOR_SURVIVAL ** np.arange(1, width)
+        self._emitted = np.ones(KEPT, np.float32)  # expected tokens of these drafts as they were verified
         self._steps = 0
         self._known: dict[int, tuple[int, Numbers]] = {}  # by requests: since which step, tokens
         self.forget()
@@ -61,16 +68,25 @@ class Promise:
         """Tokens a request by budget [B], for `live` requests that share them."""
         since, known = self._known.get(live, (-REFRESH, None))
         if known is None or self._steps >= since + REFRESH:
-            known = 1 + (self._factors() * self._gains(live)).cumsum()
+            gains, drift = self._expected(live)
+            known = drift * (1 + (self._factors() * gains).cumsum())
             self._known[live] = self._steps, known
         return known
 
-    def _gains(self, live: int) -> Numbers:
-        """Expected drafts accepted a request in the slots of each group [B], by the scores alone."""
+    def _expected(self, live: int) -> tuple[Numbers, Numbers]:
+        """By the scores alone: drafts accepted a request in the slots of each group [B], and drift [B]."""
         filled = max(self._filled, 1)
         pool = min(live, filled)
-        scores = self._scores[: filled // pool * pool].reshape(filled // pool, -1)
-        return _by_group(np.sort(scores, axis=1)[:, ::-1], pool, self.budgets).mean(0) / pool
+        used = filled // pool * pool
+        scores, emitted = self._scores[:used].reshape(used // pool, -1), self._emitted[:used]
+        falling = np.sort(scores, axis=1)[:, ::-1]
+        gains = _by_group(falling, pool, self.budgets).mean(0) / pool
+        drift = np.ones(len(gains))
+        for group, least in enumerate(falling[:, (self.budgets - 1) * pool - 1].T):  # the scores of the last slots
+            tokens = 1 + np.where(scores >= least[:, None], scores, 0).reshape(used, -1).sum(1)
+            harmonic = emitted.sum() / (emitted / tokens).sum()
+            drift[group] += LASTING * (harmonic / tokens.mean() - 1)
+        return gains, drift
 
     def _factors(self) -> Numbers:
         factors, last, prior = np.empty(len(self.budgets)), 1.0, FIRST_PRIOR
@@ -88,7 +104,7 @@ class Promise:
         self._steps += 1
         guessed = self.unsure
         if survival is not None:
-            self._keep(survival)
+            self._keep(survival, verified)
             self._learn(budget, survival, verified, accepted, clean)
         if not guessed:
             return self._misses(budget, accepted[clean], len(clean))
@@ -96,24 +112,28 @@ class Promise:
             self._known.clear()
         return not self.unsure
 
-    def _keep(self, survival: Numbers) -> None:
+    def _keep(self, survival: Numbers, verified: Ints) -> None:
         rows = survival[-KEPT:]
         places = np.arange(self._next, self._next + len(rows)) % KEPT
         self._scores[places] = rows
+        granted = np.arange(1, rows.shape[1] + 1) < verified[-KEPT:, None]
+        self._emitted[places] = 1 + (granted * rows).sum(1)
         self._next = int(places[-1] + 1) % KEPT
         self._filled = min(self._filled + len(rows), KEPT)
 
     def _learn(self, budget: int, survival: Numbers, verified: Ints, accepted: Ints, clean: Bools) -> None:
-        """Slots were granted in order of falling q, ties by (position, request), as allocate_exact does."""
+        """Slots were granted in order of falling q; what was not verified or is not clean does not count."""
         lanes, drafts = survival.shape
         groups = int(np.searchsorted(self.budgets, budget)) + 1
-        order = np.argsort(-survival.T.reshape(-1), kind="stable")
-        position = np.arange(1, drafts + 1)[:, None]
-        counts = (position < verified) & clean
-        told = np.stack([counts & (position <= accepted), counts * survival.T]).reshape(2, -1)[:, order]
-        seen = _by_group(told, lanes, self.budgets[:groups])
+        order = np.argsort(-survival.reshape(-1))
+        seen = np.where(clean, verified - 1, 0)[:, None]
+        position = np.arange(drafts)
+        told = np.empty((2, lanes, drafts), np.float32)
+        np.less(position, np.minimum(seen, accepted[:, None]), out=told[0])
+        np.multiply(position < seen, survival, out=told[1])
+        new = _by_group(told.reshape(2, -1)[:, order], lanes, self.budgets[:groups])
         for past, kept in ((self._lasting, FACTOR_MEMORY), (self._latest, MISS_MEMORY / (MISS_MEMORY + lanes))):
-            past[:, :groups] = kept * past[:, :groups] + seen
+            past[:, :groups] = kept * past[:, :groups] + new
 
     def _misses(self, budget: int, accepted: Ints, lanes: int) -> bool:
         expected = float(self.tokens(lanes)[np.searchsorted(self.budgets, budget)]) - 1
@@ -129,6 +149,5 @@ class Promise:
 
 def _by_group(values: Numbers, lanes: int, budgets: Ints) -> Numbers:
     """Sums of values [R, S], in the order in which slots are granted, over the slots of each budget's group: [R, B]."""
-    edges = (budgets - 1) * lanes
-    sums = values.cumsum(1, dtype=np.float64)[:, edges - 1]
-    return np.diff(sums, axis=1, prepend=0.0)
+    ends = (budgets - 1) * lanes
+    return np.add.reduceat(values[:, : ends[-1]], np.append(0, ends[:-1]), axis=1)
