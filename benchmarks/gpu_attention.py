@@ -175,6 +175,7 @@ def check_all(bench: Bench) -> None:
         "window 700": {"window": 700},
         "draft, window 40": {"causal": False, "window": 40},
         "heads 24/2 of 256": {"heads": 24, "kv": 2, "size": 256},
+        "wide, heads 24/2 of 256": {"heads": 24, "kv": 2, "size": 256, "options": AttentionOptions("wide")},
         "heads 9/3 of 64": {"heads": 9, "kv": 3, "size": 64},
         "heads 16/1": {"heads": 16, "kv": 1},
         "heads 4/4": {"heads": 4, "kv": 4},

@@ -131,6 +131,7 @@ def decode_kernel(
     start and at the end.
     """
     HEADS: tl.constexpr = KV * GROUP // P
+    AHEAD: tl.constexpr = 3 if ROWS * D <= 128 * 128 else 1  # of the merge: what fits into shared memory
     lane_range = tl.arange(0, LANES)
     exists = lane_range < lane_count
     firsts = tl.load(starts + lane_range, exists, 0).to(tl.int32)
@@ -193,7 +194,7 @@ def decode_kernel(
                     top = tl.full([ROWS], EMPTY, tl.float32)
                     total = tl.zeros([ROWS], tl.float32)
                     mixed = tl.zeros([ROWS, D], tl.float32)
-                    for split in tl.range(0, lane_splits, num_stages=3):
+                    for split in tl.range(0, lane_splits, num_stages=AHEAD):
                         other = ((first_chunk + split) * TILES + tile) * HEADS + head
                         top2 = tl.load(stats + other * (2 * ROWS) + row, cache_modifier=".cg")
                         total2 = tl.load(stats + other * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
