@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ def test_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     import gpu_tp
 
     monkeypatch.setattr(gpu_tp, "cached_alias", lambda name: None)
-    monkeypatch.setattr("gpu_throughput.LEAST_STEPS", 25)
+    monkeypatch.setattr("gpu_throughput.LEAST_STEPS", 10)
+    monkeypatch.setattr(gpu_tp, "GREEDY", replace(gpu_tp.GREEDY, max_tokens=12))
+    monkeypatch.setattr(gpu_tp, "SEEDED", replace(gpu_tp.SEEDED, max_tokens=12))
     out = tmp_path / "record.json"
     record = gpu_tp.main([
         "--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "2,3", "--seconds", "0",

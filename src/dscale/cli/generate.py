@@ -81,14 +81,15 @@ def generate(
     require(out is None or prompts is not None, "--out: goes with --prompts FILE")
     rows = [Row("0", prompt, None)] if prompts is None else read_prompts(prompts)
     done = finished_ids(out) if out is not None else set()
+    pending = [row for row in rows if row.id not in done]
+    together = min(max_requests, max(len(pending), 1))  # what is never used together needs no cache
     recorder = new_recorder() if record is not None else None
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
-        dtype=dtype, device=device, max_requests=max_requests, recorder=recorder, graphs=graphs,
+        dtype=dtype, device=device, max_requests=together, recorder=recorder, graphs=graphs,
         simulate=o.simulated(simulate), tensor_parallel=tp, deterministic=deterministic,
         draft_weights=draft_weights, kv_cache_dtype=kv_cache_dtype, draft_kv_cache_dtype=draft_kv_cache_dtype,
     )  # fmt: skip
-    pending = [row for row in rows if row.id not in done]
     ids = [token_ids(llm, row, raw) for row in pending]
     with recording(llm, recorder, record):
         summary = answer(llm, pending, ids, params, out, quiet=as_json)
