@@ -9,7 +9,7 @@ from what became of them. For `auto` where steps are captured (captured_choice.p
 The same drafts speak of all budgets, so their differences are known far better than any budget's level. But a budget
 also changes which anchors are met: a narrow one takes more of its steps where the text is hard. Were a text equally
 easy for long, the stretch that drafts now cross with a tokens a step would take a / τ(b) steps of budget b, τ its
-expected tokens by q, and b would emit harmonic(b) = Σ a / Σ (a / τ(b)) a step, not the mean(b) of τ(b). In part it does.
+expected tokens by q; b would emit harmonic(b) = Σ a / Σ (a / τ(b)) a step, not the mean(b) of τ(b). In part it does.
 
 A level that stops fitting what is accepted shows in the sum of the misses; then all this is forgotten and learned anew.
 """
@@ -65,7 +65,9 @@ class Promise:
         return self._filled < FRESH
 
     def tokens(self, live: int) -> Numbers:
-        """Tokens a request by budget [B], for `live` requests that share them."""
+        """Tokens a request by budget [B], for `live` requests that share them (as of the next lower round number)."""
+        finer = max(live.bit_length() - 2, 0)
+        live = live >> finer << finer  # 1, 2, 3, 4, 6, 8, 12, 16, …
         since, known = self._known.get(live, (-REFRESH, None))
         if known is None or self._steps >= since + REFRESH:
             gains, drift = self._expected(live)
