@@ -40,8 +40,8 @@ from gpu_throughput import Arm, Loop, auto_over_best, compare, geometric_means, 
 import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import PAGE_SIZE, resolve_dtype
-from dscale.engine.llm import resolve_device
 from dscale.engine.pages import pages_for
+from dscale.engine.placement import resolve_device
 from dscale.engine.request import Request
 from dscale.evaluate.workloads import read_workload, tokenise
 from dscale.models.loader import LoadedTarget, load_target

@@ -34,8 +34,8 @@ import torch
 
 from dscale import LLM, SamplingParams
 from dscale.config import resolve_dtype
-from dscale.engine.llm import resolve_device
 from dscale.engine.pages import SCRATCH_PAGE, pages_for
+from dscale.engine.placement import resolve_device
 from dscale.engine.request import FinishReason, Request, Status
 from dscale.models.loader import load_target
 from dscale.models.shapes import is_shape

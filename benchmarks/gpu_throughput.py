@@ -41,8 +41,8 @@ import torch
 import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import require, resolve_dtype
-from dscale.engine.llm import default_dtype, resolve_device
 from dscale.engine.pages import pages_for
+from dscale.engine.placement import default_dtype, resolve_device
 from dscale.engine.request import Request, Status
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import load_drafter

@@ -29,8 +29,8 @@ from gpu_throughput import Arm, acceptance, add_loop_arguments, cell, geometric_
 from dscale import LLM, SamplingParams
 from dscale.config import RankFailed
 from dscale.engine.crew import Crew
-from dscale.engine.llm import default_dtype, resolve_device
 from dscale.engine.pages import pages_for
+from dscale.engine.placement import default_dtype, resolve_device
 from dscale.models.aliases import cached_alias
 
 POLICIES = ("full", "dvl")

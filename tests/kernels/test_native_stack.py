@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dscale.config import DecoderConfig
-from dscale.engine.llm import pack_weights
+from dscale.engine.placement import pack_weights
 from dscale.kernels import native
 from dscale.kernels.attention import RaggedBatch
 from dscale.layers.attention import PagedAttention

@@ -90,7 +90,7 @@ def of_engine(
 ) -> CertificateRecord:
     """Certificates of an engine in this process, by policy and temperature."""
     from dscale.config import SpeculationConfig, resolve_dtype
-    from dscale.engine.llm import default_dtype, resolve_device
+    from dscale.engine.placement import default_dtype, resolve_device
     from dscale.evaluate.certificate_record import CertificateRecord
     from dscale.evaluate.certification import Certifier
     from dscale.evaluate.continuations import sampling_of

@@ -81,7 +81,8 @@ def demo(
 def build_arms(model: str, drafter: str, predictor: str, dtype: str, slots: float) -> dict[str, LLM]:
     """One LLM a policy over the same target."""
     from dscale.config import resolve_dtype
-    from dscale.engine.llm import LLM, default_dtype
+    from dscale.engine.llm import LLM
+    from dscale.engine.placement import default_dtype
     from dscale.models.loader import load_target
 
     with o.spinner(f"loading {model}"):

@@ -30,8 +30,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from dscale.config import InputError, RankFailed, require
+from dscale.config import DecoderConfig, InputError, RankFailed, require
 from dscale.layers.ranks import ALONE, Ranks, connect
+from dscale.models.drafter import Drafter
 
 START_SECONDS = 120.0  # until a new process has loaded its libraries
 COLLECTIVE_SECONDS = 300.0  # longest that one rank waits for another, which may be compiling a kernel
@@ -253,3 +254,20 @@ def devices_for(size: int, device: str) -> list[str]:
     here = torch.cuda.device_count()
     require(first + size <= here, f"tensor_parallel: {size} GPUs from {device} on are asked for; this host has {here}")
     return [f"cuda:{first + rank}" for rank in range(size)]
+
+
+def check_shareable(model: object, drafter: object, recorder: object) -> None:
+    """InputError for what several ranks cannot load or do together."""
+    for what, one in (("model", model), ("drafter", drafter)):
+        known = one is None or isinstance(one, str)
+        require(known, f"{what}: ranks load it themselves; give its name or folder, not a loaded one")
+    require(recorder is None, "recorder: several ranks cannot record; use tensor_parallel 1")
+
+
+def sharing(size: int, whole: DecoderConfig, drafter: Drafter | None) -> str:
+    """One line: how so many ranks share a model and its drafter."""
+    drafts = "none" if drafter is None else "shared" if drafter.stack.ranks.size > 1 else "on each rank"
+    return (
+        f"tensor parallel: {size} ranks share {whole.num_heads} query and {whole.num_kv_heads} key/value heads; "
+        f"drafter: {drafts}"
+    )

@@ -7,8 +7,6 @@ print(llm.chat([{"role": "user", "content": "What is a block?"}])[0].outputs[0].
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +25,17 @@ from dscale.config import (
     require,
     resolve_dtype,
 )
-from dscale.engine.crew import Crew, Member
+from dscale.engine.crew import Crew, Member, check_shareable, sharing
 from dscale.engine.engine import Engine
 from dscale.engine.graphs import BUDGETS, capturable
-from dscale.engine.outputs import CompletionOutput, RequestOutput, completion_of
+from dscale.engine.outputs import RequestOutput, output_of
 from dscale.engine.pages import PagePool, pages_for
+from dscale.engine.placement import default_dtype, deterministic_target, free_memory, pack_weights, resolve_device
 from dscale.engine.recorder import Recorder, SeenPolicy
-from dscale.engine.request import Request, Status
+from dscale.engine.request import Request, Status, derive_seed, params_per_prompt
 from dscale.engine.scheduler import Scheduler
 from dscale.engine.worker import Worker
-from dscale.kernels import native, triton
 from dscale.kernels.attention import AttentionOptions
-from dscale.layers.linear import deterministic_twin
 from dscale.layers.ranks import ALONE, Ranks
 from dscale.models.decoder import Target
 from dscale.models.drafter import Drafter
@@ -64,14 +61,13 @@ class LLM:
 
     model: folder, hub id, GGUF file, alias, bundle, or random:SHAPE (models/shapes.py). drafter and predictor: "auto"
     takes the bundle's, or the one that ships for an alias; None or "none" goes without; "random" makes untrained ones
-    that cost the same; else a folder or a loaded object. policy: see
-    dscale.config.POLICIES; `auto` without a drafter is `off`. width: block width W, anchor included (None: the
-    drafter's own). slots: verified rows per request of `dvl` and `confidence`. recorder: keeps every verification, for
-    fitting a predictor. simulate: acceptance is made up (speculation/simulated.py) with this mean progress, by this
-    trace, or as a SimulatedAcceptance says; every output then carries the note "simulated acceptance". Other options
-    are fields of EngineConfig. tensor_parallel over 1 starts as many processes (engine/crew.py), each with its share of
-    the weights; `close` ends them. crew: processes that run already. InputError in one line for anything that does not
-    fit together.
+    that cost the same; else a folder or a loaded object. policy: see dscale.config.POLICIES; `auto` without a drafter
+    is `off`. width: block width W, anchor included (None: the drafter's own). slots: verified rows per request of `dvl`
+    and `confidence`. recorder: keeps every verification, for fitting a predictor. simulate: acceptance is made up
+    (speculation/simulated.py) with this mean progress, by this trace, or as a SimulatedAcceptance says; every output
+    then carries the note "simulated acceptance". Other options are fields of EngineConfig. tensor_parallel over 1
+    starts as many processes (engine/crew.py), each with its share of the weights; `close` ends them. crew: processes
+    that run already. InputError in one line for anything that does not fit together.
     """
 
     def __init__(
@@ -127,7 +123,7 @@ class LLM:
         """Models and engine, of this rank."""
         self.loaded = model if isinstance(model, LoadedTarget) else load_target(model, self.dtype, device, ranks)
         if self.config.deterministic and torch.device(device).type != "cpu":
-            self.loaded = _deterministic(self.loaded)
+            self.loaded = deterministic_target(self.loaded)
         self.drafter = self._load_drafter(drafter, device, ranks)
         self._reader = self._in_eight_bits()
         self.predictor = self._find_predictor(predictor)
@@ -143,17 +139,8 @@ class LLM:
             self._load(given["model"], given["drafter"], given["predictor"], crew.device, None, crew.ranks)
         worker = self.engine.worker
         worker.crew, worker.number = crew, number
-        print(self._shared(), file=sys.stderr)
+        print(sharing(crew.ranks.size, self.loaded.config.decoder, self.drafter), file=sys.stderr)
         self._end = weakref.finalize(self, crew.close if own else crew.drop, *(() if own else (number,)))
-
-    def _shared(self) -> str:
-        """One line: how the ranks share the models."""
-        size, whole = self.config.tensor_parallel, self.loaded.config.decoder
-        drafter = "none" if self.drafter is None else "shared" if self.drafter.stack.ranks.size > 1 else "on each rank"
-        return (
-            f"tensor parallel: {size} ranks share {whole.num_heads} query and {whole.num_kv_heads} key/value heads; "
-            f"drafter: {drafter}"
-        )
 
     def close(self) -> None:
         """End the processes of the other ranks, if this engine started any; nothing can be generated after."""
@@ -345,7 +332,7 @@ class LLM:
             prompt_token_ids = [self.loaded.tokenizer.encode(text) for text in texts]
         else:
             texts = [None] * len(prompt_token_ids)  # type: ignore[list-item]
-        params = _per_prompt(sampling_params, len(texts))
+        params = params_per_prompt(sampling_params, len(texts))
         groups: list[list[Request]] = []
         try:
             for row, one in zip(prompt_token_ids, params, strict=True):
@@ -366,7 +353,7 @@ class LLM:
                 if index is None or any(one.status is not Status.FINISHED for one in groups[index]):
                     continue
                 if index not in outputs:
-                    outputs[index] = _output(groups[index], texts[index], self.note)
+                    outputs[index] = output_of(groups[index], texts[index], self.note)
                     if on_finish is not None:
                         on_finish(index, outputs[index])
         return [outputs[index] for index in range(len(groups))]
@@ -411,85 +398,3 @@ class LLM:
                 self.engine.abort(request.id)
             raise
         return group
-
-
-def derive_seed(base: int, index: int) -> int:
-    """A 63-bit seed for the index-th child of a seed, the same on every machine."""
-    digest = hashlib.blake2b(f"{base}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def resolve_device(name: str) -> str:
-    """auto is the GPU where there is one, else the CPU."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    known = name == "cpu" or name.split(":")[0] == "cuda"
-    require(known, f"device: {name!r} is not known; allowed are auto, cpu, cuda, cuda:N")
-    require(name == "cpu" or torch.cuda.is_available(), f"device: {name!r} asked for, but no CUDA device is here")
-    return name
-
-
-def default_dtype(device: str) -> torch.dtype:
-    """bfloat16 on a GPU and where the CPU kernels run; float32 on other CPUs, whose bf16 arithmetic is emulated."""
-    return torch.bfloat16 if device != "cpu" or native.fast_bfloat16() else torch.float32
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 4 << 30
-
-
-def _deterministic(loaded: LoadedTarget) -> LoadedTarget:
-    """The target with rows that depend on nothing but themselves. The drafter may stay as it is: it only proposes."""
-    size = loaded.config.decoder.head_dim
-    with torch.inference_mode():
-        fast = triton.usable(loaded.model.embedding)
-    require(fast, "deterministic: needs the Triton kernels on a GPU; install triton and leave DSCALE_TRITON alone")
-    require(
-        16 <= size <= 256 and size & (size - 1) == 0,
-        f"deterministic: heads of {size} are not served; allowed are powers of two from 16 to 256",
-    )
-    return replace(loaded, model=deterministic_twin(loaded.model))
-
-
-def pack_weights(target: Target, drafter: Drafter | None) -> None:
-    """Give every linear layer its copy for the CPU kernels, where those are used."""
-    from dscale.layers.linear import Linear
-
-    if target.embedding.device.type != "cpu":
-        return
-    for model in (target, drafter):
-        for module in model.modules() if model is not None else ():
-            if isinstance(module, Linear) and module.packed is None:
-                module.pack()
-        if model is not None:
-            model.stack.pack()
-
-
-def check_shareable(model: object, drafter: object, recorder: Recorder | None) -> None:
-    """InputError for what several ranks cannot load or do together."""
-    for what, one in (("model", model), ("drafter", drafter)):
-        known = one is None or isinstance(one, str)
-        require(known, f"{what}: ranks load it themselves; give its name or folder, not a loaded one")
-    require(recorder is None, "recorder: several ranks cannot record; use tensor_parallel 1")
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    require(len(params) == count, f"sampling_params: {len(params)} given for {count} prompts")
-    return list(params)
-
-
-def _output(group: list[Request], text: str | None, note: str | None) -> RequestOutput:
-    outputs: list[CompletionOutput] = [completion_of(request, index) for index, request in enumerate(group)]
-    first = group[0]
-    scored = first.prompt_logprobs if first.params.prompt_logprobs is not None else None
-    return RequestOutput(first.id.split("-")[0], text, list(first.prompt), outputs, scored, note=note)

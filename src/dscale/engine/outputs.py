@@ -89,3 +89,11 @@ def completion_of(request: Request, index: int) -> CompletionOutput:
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         metrics=RequestMetrics.of(request),
     )
+
+
+def output_of(group: list[Request], text: str | None, note: str | None) -> RequestOutput:
+    """What a prompt's sequences became. text: the prompt, None where it was given as ids."""
+    outputs: list[CompletionOutput] = [completion_of(request, index) for index, request in enumerate(group)]
+    first = group[0]
+    scored = first.prompt_logprobs if first.params.prompt_logprobs is not None else None
+    return RequestOutput(first.id.split("-")[0], text, list(first.prompt), outputs, scored, note=note)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dscale.config import PAGE_SIZE, SamplingParams
+from dscale.config import PAGE_SIZE, SamplingParams, require
 from dscale.engine.pages import page_hash
 from dscale.engine.text import TextStream
 from dscale.speculation.grammar import CompiledGrammar
@@ -113,3 +115,19 @@ class Request:
             parent = self.digests[-1] if self.digests else b""
             self.digests.append(page_hash(parent, text[start : start + PAGE_SIZE]))
         return self.digests[:full]
+
+
+def derive_seed(base: int, index: int) -> int:
+    """A 63-bit seed for the index-th child of a seed, the same on every machine."""
+    digest = hashlib.blake2b(f"{base}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Sampling of `count` prompts from one for all (None: the default) or one for each; else InputError."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    require(len(params) == count, f"sampling_params: {len(params)} given for {count} prompts")
+    return list(params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +14,15 @@ from torch import Tensor
 from dscale.config import SamplingParams
 from dscale.engine.crew import Crew
 from dscale.engine.graphs import CudaCapture, GraphRunner
+from dscale.engine.pass_times import Pass, draft_pass, nothing, typical_seconds, verify_pass
 from dscale.engine.prefill_graphs import Piece, PrefillRunner
 from dscale.engine.request import Request
 from dscale.engine.results import OutputRing, Outputs, RingSlot
 from dscale.engine.scheduler import Chunk
 from dscale.kernels.attention import RaggedBatch
-from dscale.kernels.top_logits import argmax
 from dscale.speculation.costs import StepCosts
-from dscale.speculation.decode_step import StepResult, decode_step, draft_block, prefill, verify
+from dscale.speculation.decode_step import StepResult, decode_step, prefill
 from dscale.speculation.edits import LogitEdits
-from dscale.speculation.packing import pack_rows
 from dscale.speculation.policies import Draft, Off, Policy, StepOutcome
 from dscale.speculation.sampling import RowLogprobs, logprobs
 from dscale.speculation.state import DeviceState, Models
@@ -346,62 +344,22 @@ class Worker:
         """Seconds of one target pass over `rows` rows with its head, on scratch, right after a draft pass as in a step
         (weights of the one have left the processor's caches when the other runs)."""
         width = self.policy.width
-        draft: Callable[[], object] = self._draft_pass(1, width) if width > 1 else _nothing
+        draft: Pass = draft_pass(self.models, self.state, self.policy, 1, width) if width > 1 else nothing
         self._tell("measure_verify", rows)
-        return _typical(self._verify_pass(rows), draft)
+        return typical_seconds(verify_pass(self.models, self.state, self.policy, rows), draft)
 
     def measure_draft(self, rows: int) -> float:
         """Seconds of drafting `rows` rows in blocks of the policy's width (fewer rows: one block), on scratch, right
         after a target pass."""
         self._tell("measure_draft", rows)
         width = min(max(rows, 2), self.policy.width)
-        return _typical(self._draft_pass(max(rows // width, 1), width), self._verify_pass(1))
-
-    def _verify_pass(self, rows: int) -> Callable[[], None]:
-        work = self._scratch(rows)
-        state, lanes = self.state, work.lanes
-        context, nothing = state.length[lanes], torch.empty(rows, 0, dtype=torch.int64, device=self.device)
-        one_each = torch.ones_like(lanes)
-        packed, flat = pack_rows(one_each, rows, state.anchor[lanes], nothing, context, state.page_table, lanes)
-
-        def run() -> None:
-            hidden, _, _ = verify(state, work, self.models, packed, flat, context, width=1)
-            argmax(self.models.target.logits(hidden))
-
-        return run
-
-    def _draft_pass(self, lanes: int, width: int) -> Callable[[], object]:
-        shape = StepShape(width=width, head=width - 1, rows=lanes * width)
-        work = self._scratch(lanes)
-        context, anchor = self.state.length[work.lanes], self.state.anchor[work.lanes]
-        live = work.live
-        return lambda: draft_block(self.state, work, shape, self.models, self.policy, context, anchor, live)
-
-    def _scratch(self, lanes: int) -> Workspace:
-        return Workspace.of([self.state.scratch_row] * lanes, self.policy.width + 1, self.device)
+        draft = draft_pass(self.models, self.state, self.policy, max(rows // width, 1), width)
+        return typical_seconds(draft, verify_pass(self.models, self.state, self.policy, 1))
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return place(values, torch.int64, self.device)
 
 
-def _nothing() -> None:
-    return
-
-
 def _one(rows: int) -> float:
     """Seconds of anything, where nobody asks in earnest."""
     return 1.0
-
-
-@torch.inference_mode()
-def _typical(run: Callable[[], object], before: Callable[[], object], repeats: int = 5) -> float:
-    """Median seconds of `run`, each time right after `before`."""
-    seconds, settle = [], torch.cuda.synchronize if torch.cuda.is_available() else _nothing
-    for _ in range(repeats):
-        before()
-        settle()
-        began = time.perf_counter()
-        run()
-        settle()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)

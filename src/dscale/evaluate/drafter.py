@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from dscale.config import PAGE_SIZE, SamplingParams, require, workshop_dtype
-from dscale.engine.llm import LLM, resolve_device
+from dscale.engine.llm import LLM
+from dscale.engine.placement import resolve_device
 from dscale.evaluate.answer_shards import read_answers, write_answers, write_matches
 from dscale.evaluate.conversations import Answered, check_offline, match_rows, one_per_row
 from dscale.evaluate.drafter_record import build_record, finite, table, write_record

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dscale.config import PAGE_SIZE, InputError, require, resolve_dtype
-from dscale.engine.llm import default_dtype, pack_weights, resolve_device
 from dscale.engine.pages import pages_for
+from dscale.engine.placement import default_dtype, pack_weights, resolve_device
 from dscale.kernels.attention import RaggedBatch
 from dscale.kernels.top_logits import argmax
 from dscale.layers.attention import PagedAttention

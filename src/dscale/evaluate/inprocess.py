@@ -12,8 +12,9 @@ from typing import Any
 
 from dscale.config import PAGE_SIZE, EngineConfig, InputError, SamplingParams, require, resolve_dtype
 from dscale.engine.engine import EngineCounters
-from dscale.engine.llm import LLM, default_dtype, resolve_device
+from dscale.engine.llm import LLM
 from dscale.engine.outputs import RequestMetrics
+from dscale.engine.placement import default_dtype, resolve_device
 from dscale.engine.request import Request, Status
 from dscale.evaluate.bench_record import RequestRow
 from dscale.evaluate.load import Measured, Progress, Watcher, arrivals

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dscale.config import InputError, require
-from dscale.engine.llm import derive_seed
+from dscale.engine.request import derive_seed
 from dscale.evaluate.workloads import Workload, spread
 from dscale.models.tokenizer import Tokenizer
 from dscale.train.artifacts import read_json, write_json

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dscale.config import require, resolve_dtype
-from dscale.engine.llm import default_dtype, resolve_device
+from dscale.engine.placement import default_dtype, resolve_device
 from dscale.evaluate.cost_curve import CostConfig, MeasuredCosts, measure, read_costs, to_record
 from dscale.evaluate.policy_lab import Arm, Lab, lane_steps, raw_windows
 from dscale.evaluate.policy_plots import plot_policies

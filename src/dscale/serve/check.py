@@ -7,7 +7,7 @@ from typing import Any
 
 from dscale.config import InputError, require
 from dscale.engine.crew import devices_for
-from dscale.engine.llm import resolve_device
+from dscale.engine.placement import resolve_device
 from dscale.layers.ranks import Ranks
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.models.inspection import inspect_checkpoint

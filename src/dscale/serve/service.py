@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from dscale.config import SamplingParams
-from dscale.engine.llm import derive_seed
+from dscale.engine.request import derive_seed
 from dscale.models.tokenizer import Tokenizer
 from dscale.serve.answers import TokenNames
 from dscale.serve.errors import ApiError, from_engine, invalid

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dscale.config import InputError, require, workshop_dtype
-from dscale.engine.llm import resolve_device
+from dscale.engine.placement import resolve_device
 from dscale.models.drafter_checkpoint import target_hashes
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.train.artifacts import (

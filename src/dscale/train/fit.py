@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dscale.config import require
-from dscale.engine.llm import resolve_device
+from dscale.engine.placement import resolve_device
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.speculation.predictor import KIND, WEIGHTS, Predictor, PredictorConfig, survival
 from dscale.train.artifacts import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from dscale.config import require
-from dscale.engine.llm import derive_seed
+from dscale.engine.request import derive_seed
 from dscale.models.tokenizer import Tokenizer
 from dscale.train.prompts import Script
 

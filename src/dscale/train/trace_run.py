@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from dscale.config import DTYPES, SamplingParams, require, workshop_dtype
-from dscale.engine.llm import LLM, derive_seed, resolve_device
+from dscale.engine.llm import LLM
+from dscale.engine.placement import resolve_device
 from dscale.engine.recorder import Recorder, RequestTrace
+from dscale.engine.request import derive_seed
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter, target_hashes
 from dscale.models.loader import LoadedTarget, load_target
