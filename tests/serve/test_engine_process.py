@@ -98,7 +98,7 @@ def test_what_steps_add_is_told_together_where_a_request_asks_for_it(play: Play)
     assert [step for one in rarely for step in one.steps] == [step for one in every for step in one.steps]
 
 
-@pytest.mark.parametrize(("streams", "tokens"), [(1, 2), (4, 5)])
+@pytest.mark.parametrize(("streams", "tokens"), [(1, 3), (4, 10)])
 def test_streams_share_the_events_of_a_cpu(
     build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, streams: int, tokens: int
 ) -> None:
@@ -106,7 +106,7 @@ def test_streams_share_the_events_of_a_cpu(
     step = llm.engine.step
 
     def slow_step() -> Any:
-        now[0] += 0.0041  # 200 events a second: one in 5 ms, so each of four streams one in 20 ms
+        now[0] += 0.0041  # 100 events a second: one in 10 ms, so each of four streams one in 40 ms
         return step()
 
     monkeypatch.setattr(llm.engine, "step", slow_step)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dscale.engine.llm import LLM
     from dscale.serve.refit import Refitter
 
-EVENTS_A_SECOND = 200.0  # of all streams, on a CPU: events take time from the cores that compute
+EVENTS_A_SECOND = 100.0  # of all streams, on a CPU: events take time from the cores that compute
 SNAPSHOT_SECONDS = 0.1  # between snapshots while something runs
 REFIT_SECONDS = 0.2  # between looks at a refit that runs while nothing else does
 
