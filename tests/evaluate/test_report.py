@@ -59,6 +59,14 @@ def test_headline_is_the_bootstraps_own_interval(tmp_path: Path) -> None:
     assert "boot variance" not in text.split("What was not measured")[1]
 
 
+def test_a_headline_outside_its_interval_says_why(tmp_path: Path) -> None:
+    record = bench_records.record(speed={"auto": 75.0})
+    runs = [replace(run, window_s=1.3 * run.window_s) if run.arm == "auto" else run for run in record.runs]
+    text = markdown(tmp_path, replace(record, runs=tuple(runs)))
+    assert "- 1 at a time: by shares of prompts, which the interval is about, the change is +" in text
+    assert "by shares of prompts" not in markdown(tmp_path, record)
+
+
 def test_an_interval_over_zero_is_no_difference(tmp_path: Path) -> None:
     record = bench_records.record(noise=0.05, seed=3)
     found = compare(record, "auto", "off", 1, RESAMPLES)

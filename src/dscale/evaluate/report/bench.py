@@ -7,9 +7,10 @@ from functools import cached_property
 from statistics import fmean
 
 from dscale.evaluate.bench_record import ArmInfo, BenchRecord, Run
-from dscale.evaluate.report.blocks import Block, Card, Cards, Figure, Section, Table, Text, number
+from dscale.evaluate.report.blocks import Block, Card, Cards, Figure, Listing, Section, Table, Text, number
 from dscale.evaluate.report.figures import Line, at_concurrencies, draw_lines, panel
 from dscale.evaluate.statistics import (
+    NO_BOOT_VARIANCE,
     Comparison,
     baseline_at,
     best_of_family,
@@ -116,15 +117,18 @@ def headline(bench: Bench) -> list[Block]:
     subject = bench.subject
     if subject is None:
         return [Text("No arm beside the baseline was run: there is nothing to compare.")]
-    cards, bases = [], set()
+    cards, bases, notes = [], set(), []
     for level in bench.levels:
         found = bench.compare(subject, level)
         if found is not None:
             bases.add(found.baseline)
             cards.append(_card(bench, found, level))
+            notes += [f"{level} at a time: {note}." for note in found.notes if note != NO_BOOT_VARIANCE]
     if not cards:
         return [Text(f"{subject} and the baseline were not run at the same concurrency, or no arm is the baseline.")]
     blocks: list[Block] = [Cards(tuple(cards)), Text(_rule(bench, subject, bases))]
+    if notes:
+        blocks.append(Listing(tuple(notes)))
     if len(cards) > 1 and len(bases) == 1:
         together = geometric_mean(bench.record, subject, bases.pop(), None, bench.resamples, bench.record.seed)
         blocks.append(
