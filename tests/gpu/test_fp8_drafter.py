@@ -4,15 +4,13 @@ drafter in eight bits give the text of `off`.
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
 
 from dscale.kernels import fp8
 from tests.engine.test_lossless import GREEDY, SEEDED, prompts, tokens
-from tests.gpu.test_graph_steps import on_gpu
+from tests.gpu.test_graph_steps import on_gpu, waits
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
@@ -65,15 +63,7 @@ def test_captured_steps_change_no_token(policy: str, sampled: bool) -> None:
 
 def test_the_host_never_waits() -> None:
     llm = on_gpu("dvl", draft_weights="fp8")
-    tokens(llm, prompts(8), SEEDED)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            tokens(llm, prompts(8), SEEDED)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)] == []
+    assert waits(llm, SEEDED) == []
 
 
 def test_the_deterministic_mode_takes_it() -> None:

@@ -35,6 +35,19 @@ def on_gpu(policy: str, **options) -> LLM:
     )  # fmt: skip
 
 
+def waits(llm: LLM, params: SamplingParams) -> list[str]:
+    """Where the host waits for the device while requests are served, everything being captured and compiled before."""
+    tokens(llm, prompts(8), params)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            tokens(llm, prompts(8), params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
+
+
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_graphs_and_lag_change_no_token(policy: str, sampled: bool) -> None:
@@ -52,15 +65,7 @@ def test_the_host_never_waits_for_the_device(policy: str) -> None:
     """Prefill and admission included: torch reports every operation that synchronises."""
     llm = on_gpu(policy)
     params = replace(SEEDED, stop_token_ids=[3])
-    tokens(llm, prompts(8), params)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            tokens(llm, prompts(8), params)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)] == []
+    assert waits(llm, params) == []
 
 
 @pytest.mark.parametrize("policy", ["full", "dvl"])

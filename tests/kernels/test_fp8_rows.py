@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from dscale.kernels import fp8, norm
 from dscale.kernels.activation import silu_mul_torch
 from dscale.kernels.fp8 import Fp8Rows, linear_fp8, quantise_rows_torch
+from tests.kernels.exact import round_as_a_chip
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -27,25 +27,13 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch):
-    """The Triton kernels. Triton's interpreter loses the carry of a mantissa that rounds up; here torch rounds."""
+    """The Triton kernels."""
     pytest.importorskip("triton", reason="the triton package is not installed")
     if ON_GPU and not fp8.on_tensor_cores(torch.empty(1, device=DEVICE)):
         pytest.skip("this GPU has no eight bits")
     from dscale.kernels.triton import fp8 as kernels
 
-    if not ON_GPU:
-        import triton.language as tl
-        from triton.runtime import interpreter
-
-        original = interpreter._convert_float
-
-        def convert(data: np.ndarray, kind: object, wanted: object, mode: object) -> np.ndarray:
-            if wanted != tl.float8e4nv or kind != tl.float32:
-                return original(data, kind, wanted, mode)
-            exact = torch.from_numpy(np.ascontiguousarray(data)).to(torch.float8_e4m3fn)
-            return exact.view(torch.uint8).numpy().reshape(data.shape)
-
-        monkeypatch.setattr(interpreter, "_convert_float", convert)
+    round_as_a_chip(monkeypatch)
     return kernels
 
 
