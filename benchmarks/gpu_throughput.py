@@ -81,11 +81,11 @@ class Arm:
         """From a name of ARMS or policy[@slots][+flag…], w12 among the flags for blocks of 12."""
         head, *flags = ARMS.get(text, text).split("+")
         policy, _, slots = head.partition("@")
-        widths = [int(flag[1:]) for flag in flags if flag[:1] == "w" and flag[1:].isdigit()]
-        unknown = [flag for flag in flags if flag not in FLAGS and not (flag[0:1] == "w" and flag[1:].isdigit())]
+        widths = [flag for flag in flags if flag[:1] == "w" and flag[1:].isdigit()]
+        unknown = [flag for flag in flags if flag not in FLAGS and flag not in widths]
         require(not unknown, f"arm {text!r}: {unknown} not known; flags are {', '.join(FLAGS)}")
         layout = next((flag for flag in flags if flag in ("wide", "narrow")), "packed")
-        width = widths[0] if widths else None
+        width = int(widths[0][1:]) if widths else None
         eager, deterministic = "eager" in flags, "deterministic" in flags
         eight = ["fp8" if flag in flags else "auto" for flag in ("fp8", "kv8", "draftkv8")]
         return cls(text, policy, float(slots or 8), layout, eager, deterministic, width, *eight)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import statistics
 from pathlib import Path
@@ -34,10 +33,10 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def serve(process: Process, manifest: Manifest, concurrency: int, kind: str) -> dict[str, Any]:
+def serve(process: Process, model: str, manifest: Manifest, concurrency: int, kind: str) -> dict[str, Any]:
     """One pass over the requests."""
     extra: dict[str, Any] = {"ignore_eos": True} | ({} if kind == "streamed" else {"stream": False})
-    server = Server(process.url, process.about.get("model", "smollm2-135m"), extra)
+    server = Server(process.url, model, extra)
     pids = {"http": process.process.pid, "engine": process.engine_pid, "client": os.getpid()}
     before = {name: processor_seconds(pid) for name, pid in pids.items()}
     done: Measured = asyncio.run(closed_loop(server, manifest.requests, concurrency, 0.0, Watcher()))
@@ -49,16 +48,16 @@ def serve(process: Process, manifest: Manifest, concurrency: int, kind: str) -> 
     return {"kind": kind, "tokens_per_s": tokens / done.window_s, "window_s": done.window_s, "processor_s": spent}
 
 
-def cell(process: Process, manifest: Manifest, concurrency: int, repeats: int) -> dict[str, Any]:
+def cell(process: Process, model: str, manifest: Manifest, concurrency: int, repeats: int) -> dict[str, Any]:
     """Both kinds in turns. lost: share of the whole answers' tokens/s, median over pairs, with the range."""
-    serve(process, manifest, concurrency, "whole")
+    serve(process, model, manifest, concurrency, "whole")
     runs = [
-        serve(process, manifest, concurrency, kind)
+        serve(process, model, manifest, concurrency, kind)
         for repeat in range(repeats)
         for kind in (KINDS if repeat % 2 == 0 else KINDS[::-1])
     ]
-    pairs = [runs[at : at + 2] for at in range(0, len(runs), 2)]
-    lost = [1 - math.prod(one["tokens_per_s"] ** (1 if one["kind"] == "streamed" else -1) for one in p) for p in pairs]
+    pairs = [{one["kind"]: one["tokens_per_s"] for one in runs[at : at + 2]} for at in range(0, len(runs), 2)]
+    lost = [1 - pair["streamed"] / pair["whole"] for pair in pairs]
     return {"concurrency": concurrency, "lost": statistics.median(lost), "range": [min(lost), max(lost)], "runs": runs}
 
 
@@ -84,7 +83,7 @@ def main() -> None:
             for concurrency in args.concurrency:
                 wanted = Wanted(max(8, args.per_lane * concurrency), 0, args.max_tokens)
                 manifest = build_manifest([read_workload(args.prompts, 0)], wanted)
-                found = {"policy": policy, **cell(process, manifest, concurrency, args.repeats)}
+                found = {"policy": policy, **cell(process, args.model, manifest, concurrency, args.repeats)}
                 record["cells"].append(found)
                 print(
                     f"{policy:6} c={concurrency:<3} streamed {found['lost']:+.1%} below whole {found['range']}",

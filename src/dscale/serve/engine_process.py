@@ -118,8 +118,9 @@ class EngineLoop:
             for id in list(self._open):
                 self._abort(id)
         if self.engine.busy:
-            for request in self.engine.step():
-                self._tell(request)
+            stepped, pace = self.engine.step(), self._fair_pace()
+            for request in stepped:
+                self._tell(request, pace)
             self._changed = True
         if self.refitter is not None:
             refitted = self.refitter.turn()
@@ -188,7 +189,7 @@ class EngineLoop:
         except InputError as error:
             self._out.append(Switched(self.llm.policy, str(error)))
 
-    def _tell(self, request: Request) -> None:
+    def _tell(self, request: Request, fair_pace: float = 0.0) -> None:
         """What a request has gained since it was last told of."""
         if request.id not in self._open:
             return  # aborted after its step was committed by a switch, and told so then
@@ -196,13 +197,14 @@ class EngineLoop:
         ended = request.status is Status.FINISHED
         if not ended and now < told.next:
             return
-        told.next = now + (self._fair_pace() if told.pace is None else told.pace)
+        told.next = now + (fair_pace if told.pace is None else told.pace)
         self._out.append(delta_of(request, told.usage))
         if ended:
             del self._open[request.id]
 
     def _fair_pace(self) -> float:
-        return self._share * sum(told.pace is None for told in self._open.values())
+        """Seconds between two deltas of a request whose pace is for the engine to say."""
+        return self._share and self._share * sum(told.pace is None for told in self._open.values())
 
     def _show(self) -> None:
         """A snapshot when one is due: now and then while something runs, and once when nothing does any more."""
