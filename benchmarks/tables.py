@@ -1,19 +1,28 @@
 """Markdown tables of docs/results.md from the records in benchmarks/records.
 
-python benchmarks/tables.py benchmarks/records/cpu_speed.json
+    python benchmarks/tables.py benchmarks/records/cpu_speed.json
+    python benchmarks/tables.py benchmarks/records/gpu_throughput_8b.json benchmarks/records/gpu_step_8b.json
+    python benchmarks/tables.py SGLANG.json OURS.json --join --over dflash+fa3 --of dscale+fa3 --of "ours, auto"
+
+Records are known by their schema: cpu_speed, gpu_throughput, gpu_step, gpu_tp, gpu_real (parts c and d), gpu_attention,
+sglang_h200. Each has tables of its own. With --join, records of one schema share tables: their models and prompts must
+be the same, an arm measured twice at one concurrency is shown from the first file, ratios stay those of each call, and
+throughput records stand beside SGLang's arms as "ours, ARM". --over and --of add ratios of medians by arms' names.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_tables import ATTENTION, SGLANG, TABLES, THROUGHPUT
+from markdown_tables import BadRecord, Ratios, Record, row
 
-def row(*cells: object) -> str:
-    """One line of a Markdown table."""
-    return "| " + " | ".join(map(str, cells)) + " |"
+CPU_SPEED = "dscale.cpu_speed/1"
 
 
 def speed_table(record: dict[str, Any]) -> str:
@@ -58,6 +67,107 @@ def curve_table(record: dict[str, Any]) -> str:
     )
 
 
+def cpu_tables(records: Sequence[Record], ratios: Ratios) -> list[str]:
+    """All tables of records of cpu_speed.py."""
+    del ratios
+    parts = (speed_table, progress_table, curve_table)
+    return [part(record.content) for record in records for part in parts]
+
+
+def read(path: str) -> Record:
+    """A record of a known schema; BadRecord where it is none."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise BadRecord(f"{path}: {problem.strerror or problem}; give a record of benchmarks/records") from None
+    except ValueError as problem:
+        raise BadRecord(f"{path}: not JSON: {str(problem).splitlines()[0]}") from None
+    if isinstance(content, dict) and "schema" not in content and {"working_set", "times"} <= content.keys():
+        content["schema"] = ATTENTION  # its first records do not say so
+    schema = content.get("schema") if isinstance(content, dict) else None
+    known = [CPU_SPEED, *TABLES]
+    if schema not in known:
+        raise BadRecord(f"{path}: schema {schema!r} has no table; known are {', '.join(known)}")
+    return Record(Path(path).name, content)
+
+
+def grouped(records: Sequence[Record], join: bool) -> list[list[Record]]:
+    """Records that share tables."""
+    if not join:
+        return [[record] for record in records]
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.content["schema"], []).append(record)
+    if SGLANG in groups:
+        groups[SGLANG] += groups.get(THROUGHPUT, [])
+    return list(groups.values())
+
+
+def shown(group: Sequence[Record], ratios: Ratios) -> list[str]:
+    """The tables of a group."""
+    schema = group[0].content["schema"]
+    try:
+        return cpu_tables(group, ratios) if schema == CPU_SPEED else TABLES[schema](group, ratios)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as problem:
+        if isinstance(problem, BadRecord):
+            raise
+        names = ", ".join(record.name for record in group)
+        raise BadRecord(f"{names}: not a whole record of {schema}: {type(problem).__name__} {problem}") from None
+
+
+def arms_of(group: Sequence[Record]) -> set[str]:
+    """Names in the tables of a group that --over and --of may give."""
+    names: set[str] = set()
+    beside = group[0].content["schema"] == SGLANG
+    for content in [record.content for record in group]:
+        if content["schema"] == SGLANG:
+            names |= {arm["name"] for arm in content["arms"]}
+        parts = [content, content.get("c"), content.get("d")]
+        arms = {name for part in parts if part for cell in part.get("cells", []) for name in cell["arms"]}
+        names |= {f"ours, {name}" for name in arms} if beside else arms
+    return names
+
+
+def check_arms(groups: Sequence[Sequence[Record]], ratios: Ratios) -> None:
+    """BadRecord where an arm of --over or --of is nowhere, or no two of them are in one table."""
+    if ratios.of and not ratios.over:
+        raise BadRecord("--of: say over what with --over ARM")
+    known = [arms_of(group) for group in groups] if ratios.over else []
+    all_arms = set().union(*known)
+    for name in [*ratios.over, *ratios.of]:
+        if name not in all_arms:
+            raise BadRecord(f"--over, --of: no arm {name!r} here; there are: {'; '.join(sorted(all_arms))}")
+    if ratios.of and not any(arms & set(ratios.over) and arms & set(ratios.of) for arms in known):
+        raise BadRecord("--over, --of: these arms are in no table together; --join makes one of several records")
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", help="JSON files that the benchmarks wrote")
+    parser.add_argument("--join", action="store_true", help="one table for all records of a schema")
+    parser.add_argument("--over", action="append", default=[], metavar="ARM", help="ratios over this arm; repeatable")
+    parser.add_argument("--of", action="append", default=[], metavar="ARM", help="of this arm only; repeatable")
+    return parser.parse_args(given)
+
+
+def tables(args: argparse.Namespace) -> str:
+    """Everything to print; BadRecord where something given cannot be used."""
+    groups, ratios = grouped([read(path) for path in args.records], args.join), Ratios(args.over, args.of)
+    made = [part for group in groups for part in shown(group, ratios)]
+    check_arms(groups, ratios)
+    return "\n\n".join(made)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Print the tables; 2 after one line about what cannot be shown."""
+    try:
+        print(tables(arguments(given)))
+    except BadRecord as problem:
+        print(f"tables.py: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    loaded = json.loads(Path(sys.argv[1]).read_text())
-    print("\n\n".join([speed_table(loaded), progress_table(loaded), curve_table(loaded)]))
+    sys.exit(main())
