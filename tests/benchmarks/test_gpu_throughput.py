@@ -31,15 +31,15 @@ MINIATURE = [
 
 def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "record.json"
-    record = bench.main([*MINIATURE, "--arms", "off,control,dvl@6,auto", "--out", str(out)])
+    record = bench.main([*MINIATURE, "--arms", "off,control,dvl@6,auto", "--eager-repeats", "1", "--out", str(out)])
     assert json.loads(out.read_text()) == record
     assert record["note"] == record["acceptance"]["kind"] == "simulated acceptance"
     assert [one["concurrency"] for one in record["cells"]] == [2, 4]
     for cell in record["cells"]:
         assert list(cell["arms"]) == ["off", "control", "dvl@6", "auto"]
         assert cell["skipped"] == []
-        for arm in cell["arms"].values():
-            assert [run["repetition"] for run in arm["runs"]] == [0, 1]
+        for name, arm in cell["arms"].items():
+            assert [run["repetition"] for run in arm["runs"]] == ([0] if name == "control" else [0, 1])
             for run in arm["runs"]:
                 assert run["note"] == "simulated acceptance"
                 assert run["tokens_per_s"] == pytest.approx(run["tokens"] / run["seconds"])
@@ -48,15 +48,22 @@ def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
             assert arm["base"] == "control"
         off, control, dvl = (cell["arms"][name]["runs"][0] for name in ("off", "control", "dvl@6"))
         assert (off["mean_progress"], off["slots_per_request"]) == (1, 1)
-        assert control["slots_per_request"] == 16
+        assert control["slots_per_request"] == 14
         assert 3.5 < control["mean_progress"] < 8
         assert dvl["slots_per_request"] == pytest.approx(6)
         assert 2.5 < dvl["mean_progress"] < control["mean_progress"] + 1
-        assert cell["auto_over_best"] > 0
+        assert cell["auto_over_best"] is None  # neither full nor dvl at 8 slots
     assert record["geometric_mean"]["control"] == pytest.approx(1)
     printed = capsys.readouterr()
     assert "simulated acceptance" in printed.out
-    assert printed.err.count("[simulated acceptance]") == 16
+    assert printed.err.count("[simulated acceptance]") == 14
+
+
+def test_auto_stands_beside_whole_blocks_and_half_of_them(bench: ModuleType) -> None:
+    speeds = {"off": 400.0, "full": 100.0, "dvl@8": 120.0, "dvl@6": 150.0, "auto": 90.0, "auto+fp8": 300.0}
+    arms = {name: {"tokens_per_s": speed} for name, speed in speeds.items()}
+    assert bench.auto_over_best(arms) == pytest.approx(0.75)
+    assert bench.auto_over_best({"full": {}, "auto": {"tokens_per_s": 1.0}}) is None
 
 
 def test_time_box_is_kept(bench: ModuleType) -> None:
