@@ -48,7 +48,7 @@ def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
             assert arm["base"] == "control"
         off, control, dvl = (cell["arms"][name]["runs"][0] for name in ("off", "control", "dvl@6"))
         assert (off["mean_progress"], off["slots_per_request"]) == (1, 1)
-        assert control["slots_per_request"] == 14
+        assert control["slots_per_request"] == 16
         assert 3.5 < control["mean_progress"] < 8
         assert dvl["slots_per_request"] == pytest.approx(6)
         assert 2.5 < dvl["mean_progress"] < control["mean_progress"] + 1
