@@ -207,3 +207,24 @@ def test_options_are_checked_and_cpu_tensors_stay_off_triton() -> None:
     assert not fast.supports(q, keys, values)
     got = paged_attention(q, keys.nan_to_num(), values.nan_to_num(), batch, 1.0)
     assert error(got, paged_attention_torch(q, keys.nan_to_num(), values.nan_to_num(), batch, 1.0)) < 1e-5
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 7, 13])
+@pytest.mark.parametrize("window", [None, 50])
+def test_any_number_of_programs_shares_the_work(
+    multiprocessors: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal chunks where they fit, one line of all key tiles where they do not: every unit is merged once and whole."""
+    monkeypatch.setattr(fast, "multiprocessors", lambda device: multiprocessors)
+    generator = torch.Generator().manual_seed(multiprocessors)
+    for lanes in (2, 7):
+        counts = torch.randint(0, 17, (lanes,), generator=generator).tolist()
+        contexts = torch.randint(0, 200, (lanes,), generator=generator).tolist()
+        counts[0], contexts[-1] = 16, 5
+        batch = ragged(counts, contexts, causal=lanes == 7)
+        batch = replace(batch, arrivals=arrival_counters(lanes, 16, 4, DEVICE))
+        q, keys, values = tensors(batch, 4, 2, 16, torch.float32)
+        want = paged_attention_torch(q, keys.nan_to_num(), values.nan_to_num(), batch, 0.25, window)
+        assert error(fast.paged_attention(q, keys, values, batch, 0.25, window), want) < 1e-5
+        assert batch.arrivals is not None
+        assert not batch.arrivals.any()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FIXED_KEYS = 512  # deterministic: keys of a chunk
 FIXED_ROWS = 64  # deterministic: rows of a tile, whatever the path
+SLACK = 2  # key tiles that equal chunks may be longer than a perfect balance
+LEAST = 2  # key tiles of a piece
 FEW_HEADS = 132  # of all lanes: about one for each multiprocessor
 DECODE_ROWS = 32  # path "auto": at most so many rows a lane are a decode step
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,24 +154,22 @@ def _decode(
     rows, heads, size = q.shape
     lanes, kv, page = batch.lanes.shape[0], key_cache.shape[1], key_cache.shape[2]
     tiles = triton.cdiv(batch.max_rows * packed, tile.rows)
-    programs = multiprocessors(q.device) * tile.programs
-    each = tiles * heads // packed  # programs that one chunk of a lane takes
-    wanted = max(programs // each, 1)
-    fixed = batch.options.deterministic
-    items = each * (lanes * triton.cdiv(batch.max_context, FIXED_KEYS) if fixed else lanes + wanted)  # at most
-    partial = torch.empty(items, tile.rows, size, dtype=torch.float32, device=q.device)
-    stats = torch.empty(items, 2, tile.rows, dtype=torch.float32, device=q.device)
+    each = tiles * heads // packed  # units of a lane
+    programs, fixed = multiprocessors(q.device) * tile.programs, batch.options.deterministic
+    slots = each * lanes * triton.cdiv(batch.max_context, FIXED_KEYS) if fixed else 2 * programs
+    partial = torch.empty(slots, tile.rows, size, dtype=torch.float32, device=q.device)
+    stats = torch.empty(slots, 2, tile.rows, dtype=torch.float32, device=q.device)
     arrivals = batch.arrivals
     if arrivals is None:
         arrivals = torch.zeros(lanes * each, dtype=torch.int32, device=q.device)
     elif arrivals.numel() < lanes * each:
         raise ValueError(f"arrivals has {arrivals.numel()} entries, {lanes * each} are needed (arrival_counters)")
-    decode_kernel[(min(programs, items),)](
+    decode_kernel[(min(programs, slots),)](
         q, key_cache, value_cache, out, batch.page_table, batch.lanes, batch.starts, batch.contexts,
-        partial, stats, arrivals, rows, lanes, batch.page_table.stride(0), q.stride(0), q.stride(1), wanted, *scales,
+        partial, stats, arrivals, rows, lanes, batch.page_table.stride(0), q.stride(0), q.stride(1), *scales,
         KV=kv, GROUP=heads // kv, P=packed, PAGE=page, D=size, ROWS=tile.rows, TILES=tiles, KEYS=tile.keys,
         LANES=max(triton.next_power_of_2(lanes), 32),
-        FIXED=FIXED_KEYS // tile.keys if fixed else 0, CAUSAL=batch.causal, WINDOW=windowed,
+        FIXED=FIXED_KEYS // tile.keys if fixed else 0, CAUSAL=batch.causal, WINDOW=windowed, SLACK=SLACK, LEAST=LEAST,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

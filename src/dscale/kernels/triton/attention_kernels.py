@@ -5,10 +5,11 @@ r = token · P + head, so a page is read once for all of them. For a range of ke
     m = max s,   l = Σ 2^(s - m),   a = Σ 2^(s - m) · v          with s = scale · log2(e) · q·k
 and two ranges merge as  m = max(m₁, m₂),  l = Σᵢ lᵢ 2^(mᵢ - m),  a = Σᵢ aᵢ 2^(mᵢ - m);  out = a / l.
 
-Verification and draft blocks: contexts are split into chunks so that lanes × KV heads × chunks fill the chip. Every
-program works out how many chunks a lane gets from starts and contexts in device memory, so a captured graph fits any
-lengths; a fixed number of programs walk the list of (chunk, tile, head). The last program to finish a row tile merges
-its chunks, in chunk order: the result does not depend on who was last.
+Verification and draft blocks: contexts are split so that lanes × KV heads × pieces fill the chip. Every program works out
+its part from starts and contexts in device memory, so a captured graph fits any lengths: where nearly equal chunks go
+round, one each; where they do not, an equal share of all keys in one line, as decomposing a product by its inner turns
+does (Osama et al. 2023, Stream-K). The last program to finish a row tile merges its pieces, in their order: the result
+does not depend on who was last.
 Prefill: one program a tile, no chunks.
 Deterministic: chunks end at multiples of a fixed number of keys from position 0, tiles have one shape, and prefill
 merges the same chunks in the same order, so the bits of a row depend on its own keys alone.
@@ -103,6 +104,19 @@ def _end(first, count, context, CAUSAL: tl.constexpr, P: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
+def _first_tile(context, window, KEYS: tl.constexpr, FIXED: tl.constexpr, WINDOW: tl.constexpr):
+    """Key tile of the first key that a lane's rows may see; of its chunk, where chunks are fixed."""
+    tile = tl.maximum(context - window + 1, 0) // KEYS if WINDOW else tl.zeros_like(context)
+    return tile // FIXED * FIXED if FIXED > 0 else tile
+
+
+@triton.jit
+def _last_tile(context, count, KEYS: tl.constexpr):
+    """One past the key tile of a lane's newest key."""
+    return tl.cdiv(context + count, KEYS)
+
+
+@triton.jit
 def _store(out, at, live, total, mixed, value_scale, D: tl.constexpr):
     result = mixed * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
     element = tl.arange(0, D)
@@ -117,93 +131,126 @@ def _clear(out, first, rows, step, HEADS: tl.constexpr, D: tl.constexpr):
             tl.store(out + (row * HEADS + head) * D + tl.arange(0, D), tl.zeros([D], out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["rows", "lane_count", "chunks_wanted"])
+@triton.jit
+def _snap(place, total, through, work, tiles, lane_range, LEAST: tl.constexpr):
+    """A bound of the line of work, moved to the nearer end of its unit where it would cut off under LEAST key tiles."""
+    mine = lane_range == tl.sum((through <= place).to(tl.int32))
+    size = tl.maximum(tl.sum(tl.where(mine, tiles, 0)), 1)
+    inside = (place - tl.sum(tl.where(mine, through - work, 0))) % size
+    moved = tl.where(inside < LEAST, place - inside, tl.where(size - inside < LEAST, place - inside + size, place))
+    return tl.where(place < total, moved, total)
+
+
+@triton.jit(do_not_specialize=["rows", "lane_count"])
 def decode_kernel(
     q, keys, values, out, table, lanes, starts, contexts, partial, stats, arrivals,
-    rows, lane_count, table_stride, q_row, q_head, chunks_wanted, scale, window, key_scale, value_scale,
+    rows, lane_count, table_stride, q_row, q_head, scale, window, key_scale, value_scale,
     KV: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, FIXED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SLACK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Few rows a lane, keys in chunks. FIXED: keys tiles of a chunk (deterministic), or 0: balanced over the chip.
+    """Few rows a lane, keys split over the chip. FIXED: keys tiles of a chunk (deterministic), or 0: balanced.
 
-    partial [items, ROWS, D] and stats [items, 2, ROWS] float32; arrivals [lanes · TILES · heads] int32, zero at the
-    start and at the end.
+    A unit is a row tile of a head of a lane; its work are the key tiles from `origin` to `final`. Balanced:
+    - chunks of one length, if that gives at most a chunk a program and is within SLACK key tiles of the ideal;
+    - else all key tiles of all units stand in one line, of which each program takes `quota` tiles: perhaps the end of
+      one unit, whole ones, and the beginning of another.
+    A unit in several pieces is merged by whoever ends last. partial [slots, ROWS, D] and stats [slots, 2, ROWS]
+    float32, slots ≥ 2 · programs (FIXED: chunks); arrivals [lanes · TILES · heads] int32, zero at the start and at the
+    end.
     """
     HEADS: tl.constexpr = KV * GROUP // P
     AHEAD: tl.constexpr = 3 if ROWS * D <= 128 * 128 else 1  # of the merge: what fits into shared memory
+    program, programs = tl.program_id(0), tl.num_programs(0)
     lane_range = tl.arange(0, LANES)
     exists = lane_range < lane_count
     firsts = tl.load(starts + lane_range, exists, 0).to(tl.int32)
     counts = tl.load(starts + lane_range + 1, exists, 0).to(tl.int32) - firsts
     before = tl.load(contexts + lane_range, exists, 0).to(tl.int32)
-    owners = tl.load(lanes + lane_range, exists, 0).to(tl.int32)
-    final = tl.where(counts > 0, tl.cdiv(before + counts, KEYS), 0)  # key tiles
-    origin = tl.maximum(before - window + 1, 0) // KEYS if WINDOW else tl.zeros_like(final)
-    if FIXED > 0:
-        origin = origin // FIXED * FIXED
-        length = tl.full([LANES], FIXED, tl.int32)
-    else:
-        tiles = tl.maximum(final - origin, 0)
-        wanted = tl.maximum(tl.cdiv(tl.sum(tiles), chunks_wanted), 1)
-        length = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, wanted), 1)), 1)
-    splits = tl.cdiv(tl.maximum(final - origin, 0), length)
-    through = tl.cumsum(splits, 0)
+    units = HEADS * tl.cdiv(counts * P, ROWS)
+    tiles = _last_tile(before, counts, KEYS) - _first_tile(before, window, KEYS, FIXED, WINDOW)
+    tiles = tl.where(counts > 0, tiles, 0)
+    quota = tl.maximum(tl.cdiv(tl.sum(tiles * units), programs), LEAST)
+    length = FIXED if FIXED > 0 else quota
+    if FIXED == 0:
+        for _ in tl.static_range(SLACK):
+            length += (tl.sum(tl.cdiv(tiles, length) * units) > programs).to(tl.int32)
+    work = tl.cdiv(tiles, length) * units
+    in_line = (tl.sum(work) > programs) & (FIXED == 0)
+    work = tl.where(in_line, tiles * units, work)
+    total, through = tl.sum(work), tl.cumsum(work, 0)
+    at, stop = program, total
+    if in_line:
+        at = _snap(tl.minimum(program * quota, total), total, through, work, tiles, lane_range, LEAST)
+        stop = _snap(tl.minimum((program + 1) * quota, total), total, through, work, tiles, lane_range, LEAST)
 
-    for item in range(tl.program_id(0), tl.sum(splits) * TILES * HEADS, tl.num_programs(0)):
-        head = item % HEADS
-        tile = item // HEADS % TILES
-        chunk = item // HEADS // TILES
-        lane = tl.sum((through <= chunk).to(tl.int32))
-        mine = lane_range == lane
-        first_chunk = tl.sum(tl.where(lane_range < lane, splits, 0))
-        lane_splits = tl.sum(tl.where(mine, splits, 0))
-        lane_length = tl.sum(tl.where(mine, length, 0))
-        lane_origin = tl.sum(tl.where(mine, origin, 0))
-        context = tl.sum(tl.where(mine, before, 0))
-        count = tl.sum(tl.where(mine, counts, 0))
-        start = tl.sum(tl.where(mine, firsts, 0))
-        pages = table + tl.sum(tl.where(mine, owners, 0)) * table_stride
+    while at < stop:
+        lane = tl.sum((through <= at).to(tl.int32))
+        base = tl.sum(tl.where(lane_range == lane, through - work, 0))
+        start = tl.load(starts + lane).to(tl.int32)
+        count = tl.load(starts + lane + 1).to(tl.int32) - start
+        context = tl.load(contexts + lane).to(tl.int32)
+        pages = table + tl.load(lanes + lane) * table_stride
+        lane_units = HEADS * tl.cdiv(count * P, ROWS)
+        origin = _first_tile(context, window, KEYS, FIXED, WINDOW)
+        size = _last_tile(context, count, KEYS) - origin
+        if in_line:
+            unit, turn = (at - base) // size, (at - base) % size
+            opened = at - turn
+            upto = tl.minimum(stop - opened, size)
+            owner = tl.cdiv(opened + LEAST, quota) - 1  # the program of the unit's first piece
+            pieces = tl.maximum((opened + size - LEAST) // quota - owner, 0) + 1
+            slot = tl.where(turn == 0, programs + program, program)  # a program begins one unit and ends one, at most
+            first_slot, later, step = programs + owner, owner, 1
+            at = opened + upto
+        else:
+            unit = (at - base) % lane_units
+            each = length if FIXED > 0 else tl.cdiv(size, tl.cdiv(size, length))
+            turn = (at - base) // lane_units * each
+            upto = tl.minimum(turn + each, size)
+            pieces = tl.cdiv(size, each)
+            slot, first_slot, later, step = at, base + unit, base + unit, lane_units
+            at += programs
+        head, tile = unit % HEADS, unit // HEADS
 
-        if tile * ROWS < count * P:
-            token, member, live, position, last = _rows(tile * ROWS, count, context, CAUSAL, P, ROWS)
-            kv = head * P // GROUP
-            begin = (lane_origin + (chunk - first_chunk) * lane_length) * KEYS
-            end = tl.minimum(begin + lane_length * KEYS, _end(tile * ROWS, count, context, CAUSAL, P, ROWS))
-            page = _pages(pages, begin, context + count - 1, PAGE, KEYS)
-            element = tl.arange(0, D)
-            place = (start + token) * q_row + (head * P + member) * q_head
-            query = _query(q + place[:, None] + element[None, :], live, keys)
-            top, total, mixed = _attend(
-                query, page, pages, keys + kv * PAGE * D, values + kv * PAGE * D, begin, end, context + count - 1,
-                position, last, scale * key_scale, window, KV, PAGE, D, KEYS, WINDOW,
-            )  # fmt: skip
-            at = ((start + token) * (KV * GROUP) + head * P + member) * D
-            if lane_splits == 1:
-                _store(out, at, live, total, mixed, value_scale, D)
-            else:
-                row = tl.arange(0, ROWS)
-                wide = row.to(tl.int64)  # partial may have more than 2^31 elements
-                tl.store(partial + (item * ROWS + wide)[:, None] * D + element[None, :], mixed)
-                tl.store(stats + item * (2 * ROWS) + row, top)
-                tl.store(stats + item * (2 * ROWS) + ROWS + row, total)
-                tl.debug_barrier()  # all threads' stores come before the arrival
-                arrival = arrivals + (lane * TILES + tile) * HEADS + head
-                if tl.atomic_add(arrival, 1, sem="acq_rel") == lane_splits - 1:
-                    tl.debug_barrier()
-                    top = tl.full([ROWS], EMPTY, tl.float32)
-                    total = tl.zeros([ROWS], tl.float32)
-                    mixed = tl.zeros([ROWS, D], tl.float32)
-                    for split in tl.range(0, lane_splits, num_stages=AHEAD):
-                        other = ((first_chunk + split) * TILES + tile) * HEADS + head
-                        top2 = tl.load(stats + other * (2 * ROWS) + row, cache_modifier=".cg")
-                        total2 = tl.load(stats + other * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
-                        there = (other * ROWS + wide)[:, None] * D + element[None, :]
-                        mixed2 = tl.load(partial + there, cache_modifier=".cg")
-                        top, total, mixed = _merge(top, total, mixed, top2, total2, mixed2)
-                    _store(out, at, live, total, mixed, value_scale, D)
-                    tl.store(arrival, 0)
-    _clear(out, tl.sum(counts) + tl.program_id(0), rows, tl.num_programs(0), KV * GROUP, D)
+        token, member, live, position, last = _rows(tile * ROWS, count, context, CAUSAL, P, ROWS)
+        kv = head * P // GROUP
+        begin = (origin + turn) * KEYS
+        end = tl.minimum((origin + upto) * KEYS, _end(tile * ROWS, count, context, CAUSAL, P, ROWS))
+        page = _pages(pages, begin, context + count - 1, PAGE, KEYS)
+        element = tl.arange(0, D)
+        place = (start + token) * q_row + (head * P + member) * q_head
+        query = _query(q + place[:, None] + element[None, :], live, keys)
+        top, total_weight, mixed = _attend(
+            query, page, pages, keys + kv * PAGE * D, values + kv * PAGE * D, begin, end, context + count - 1,
+            position, last, scale * key_scale, window, KV, PAGE, D, KEYS, WINDOW,
+        )  # fmt: skip
+        to = ((start + token) * (KV * GROUP) + head * P + member) * D
+        if pieces == 1:
+            _store(out, to, live, total_weight, mixed, value_scale, D)
+        else:
+            row = tl.arange(0, ROWS)
+            wide = row.to(tl.int64)  # partial may have more than 2^31 elements
+            tl.store(partial + (slot * ROWS + wide)[:, None] * D + element[None, :], mixed)
+            tl.store(stats + slot * (2 * ROWS) + row, top)
+            tl.store(stats + slot * (2 * ROWS) + ROWS + row, total_weight)
+            tl.debug_barrier()  # all threads' stores come before the arrival
+            arrival = arrivals + (lane * TILES + tile) * HEADS + head
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+                tl.debug_barrier()
+                top = tl.full([ROWS], EMPTY, tl.float32)
+                total_weight = tl.zeros([ROWS], tl.float32)
+                mixed = tl.zeros([ROWS, D], tl.float32)
+                for piece in tl.range(0, pieces, num_stages=AHEAD):
+                    other = tl.where(piece == 0, first_slot, later + piece * step)
+                    top2 = tl.load(stats + other * (2 * ROWS) + row, cache_modifier=".cg")
+                    total2 = tl.load(stats + other * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
+                    there = (other * ROWS + wide)[:, None] * D + element[None, :]
+                    mixed2 = tl.load(partial + there, cache_modifier=".cg")
+                    top, total_weight, mixed = _merge(top, total_weight, mixed, top2, total2, mixed2)
+                _store(out, to, live, total_weight, mixed, value_scale, D)
+                tl.store(arrival, 0)
+    _clear(out, tl.load(starts + lane_count).to(tl.int32) + program, rows, programs, KV * GROUP, D)
 
 
 @triton.jit(do_not_specialize=["rows", "lane_count"])
