@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import triton
+from gpu_measure import DEVICE, copy_bandwidth, replay_time
 from torch import Tensor
 
 from dscale.kernels.attention import AttentionOptions, RaggedBatch, arrival_counters, paged_attention_torch
@@ -35,7 +35,6 @@ from dscale.kernels.triton import attention as fast
 from dscale.kernels.triton.attention import Tile
 
 PAGE = 16
-DEVICE = torch.device("cuda")
 SWEEP = [
     Tile(64, 64, 4, 3, 1),
     Tile(64, 64, 4, 3, 2),
@@ -128,14 +127,6 @@ def ragged(counts: list[int], contexts: list[int], sets: int = 1, **fields: Any)
     none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     context = torch.tensor(contexts, device=DEVICE)
     return [RaggedBatch(none, none, table, lanes, starts, context, max(counts), longest, **fields) for table in tables]
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large device-to-device copy."""
-    source = torch.randn(1 << 29, device=DEVICE)
-    target = torch.empty_like(source)
-    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), warmup=20, rep=100, return_mode="median")
-    return 2 * source.nbytes / milliseconds * 1e3
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -248,26 +239,6 @@ def check_graph(bench: Bench) -> None:
     assert batch.arrivals is not None
     ok = worst < 1e-2 and bool((batch.arrivals == 0).all())
     bench.errors.append({"case": "captured graph, new lengths", "error": worst, "ok": ok})
-
-
-def replay_time(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-    """Microseconds a call: median over replays of a graph that holds all calls."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 1e3 * statistics.median(times) / len(calls)
 
 
 class Problem:
@@ -400,7 +371,8 @@ def main() -> None:
         time_all(bench, args.sweep, torch.float8_e4m3fn if args.cache == "fp8" else torch.bfloat16)
     print_tables(bench)
     if args.out:
-        record = asdict(bench) | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        record = {"schema": "dscale.gpu_attention/1"} | asdict(bench)
+        record |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         record |= {"triton": triton.__version__, "command": "benchmarks/gpu_attention.py" + " --sweep" * args.sweep}
         record["command"] += f" --cache {args.cache}"
         del record["deadline"]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_attention import copy_bandwidth, replay_time
+from gpu_measure import copy_bandwidth, replay_time
 from torch import Tensor
 from torch.nn import functional
 

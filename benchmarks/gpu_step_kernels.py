@@ -14,18 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from gpu_measure import (
+    DEVICE,
+    Call,
+    copy_bandwidth,
+    microseconds,
+    plain,
+    plain_torch,
+    relative,
+    share_different,
+    tensors,
+)
 from torch import Tensor
 
 from dscale.kernels import activation, norm, rotary, top_logits
@@ -36,9 +43,7 @@ from dscale.speculation.survival import predicted_survival
 
 HIDDEN, HEADS, KV, SIZE, INNER, VOCAB, LAYERS, DRAFT_LAYERS = 4096, 32, 8, 128, 12288, 151936, 36, 5
 WIDTH, PAGE = 16, 16
-DEVICE = torch.device("cuda")
-SETS, WORKING_SET, REPLAYS = 8, 128 << 20, 30
-Call = Callable[[], Any]
+SETS, WORKING_SET = 8, 128 << 20
 
 
 @dataclass
@@ -65,51 +70,8 @@ class Bench:
     problems: list[str] = field(default_factory=list)
 
 
-@contextmanager
-def plain_torch() -> Iterator[None]:
-    """Inside, the dispatching functions run their torch versions."""
-    before = os.environ.get("DSCALE_TRITON")
-    os.environ["DSCALE_TRITON"] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("DSCALE_TRITON")
-        if before is not None:
-            os.environ["DSCALE_TRITON"] = before
-
-
-def plain(function: Callable[..., Any], *arguments: Any) -> Call:
-    """A call of the torch version."""
-
-    def call() -> Any:
-        with plain_torch():
-            return function(*arguments)
-
-    return call
-
-
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def relative(got: Any, want: Any) -> float:
-    """The largest ‖got - want‖ / ‖want‖ over the tensors of two results."""
-    pairs = zip(tensors(got), tensors(want), strict=True)
-    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs)
-
-
-def share_different(got: Any, want: Any) -> float:
-    """The largest share of differing entries over the tensors of two results."""
-    pairs = zip(tensors(got), tensors(want), strict=True)
-    return max(float((a != b).double().mean()) for a, b in pairs)
-
-
-def tensors(result: Any) -> list[Tensor]:
-    """Every tensor in nested tuples and dataclasses, in order."""
-    if isinstance(result, Tensor):
-        return [result]
-    parts = result if isinstance(result, (tuple, list)) else vars(result).values()
-    return [one for part in parts for one in tensors(part)]
 
 
 def row_cases(n: int) -> list[Case]:
@@ -289,30 +251,6 @@ def decision_cases(n: int) -> list[Case]:
     ]
 
 
-def microseconds(calls: list[Call]) -> float:
-    """Median time of one call, by replays of a graph of all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    for _ in range(3):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    del kept
-    times = [a.elapsed_time(b) for a, b in pairwise(marks)]
-    return statistics.median(times) / len(calls) * 1e3
-
-
 def run(bench: Bench, case: Case) -> None:
     """Compare, then time, one case."""
     global check
@@ -380,14 +318,6 @@ def compiled(bench: Bench, n: int) -> None:
         for row in bench.rows:
             if row["kernel"] == name and row["lanes"] == n:
                 row["compiled_us"] = found
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large device-to-device copy."""
-    source = torch.randn(1 << 28, device=DEVICE)
-    target = torch.empty_like(source)
-    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), warmup=10, rep=60, return_mode="median")
-    return float(2 * source.nbytes / milliseconds * 1e3)
 
 
 def table(bench: Bench) -> str:

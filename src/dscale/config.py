@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +33,11 @@ def require(condition: bool, message: str) -> None:
     """Raise InputError(message) unless condition holds."""
     if not condition:
         raise InputError(message)
+
+
+def require_one_of(name: str, value: str, allowed: Collection[str]) -> None:
+    """Raise InputError, which names what is allowed, unless value is among it."""
+    require(value in allowed, f"{name}: {value!r}; allowed are {', '.join(allowed)}")
 
 
 def workshop_dtype(name: str, device: str) -> torch.dtype:
@@ -66,7 +71,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         allowed = ("default", "linear", "llama3", "yarn")
         require(self.scaling in allowed, f"rope scaling: {self.scaling!r} is not supported; allowed are {allowed}")
-        require(self.style in ("neox", "interleaved"), f"rope style: {self.style!r}; allowed are neox, interleaved")
+        require_one_of("rope style", self.style, ("neox", "interleaved"))
         require(self.theta > 0, f"rope theta: {self.theta} must be positive")
 
 
@@ -99,11 +104,8 @@ class DecoderConfig:
             f"num_heads: {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
         )
         require(self.head_dim % 2 == 0, f"head_dim: {self.head_dim} must be even")
-        if self.windows:
-            require(
-                len(self.windows) == self.num_layers,
-                f"windows: {len(self.windows)} entries for {self.num_layers} layers",
-            )
+        given = len(self.windows)
+        require(given in (0, self.num_layers), f"windows: {given} entries for {self.num_layers} layers")
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
@@ -225,7 +227,11 @@ class EngineConfig:
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
-        require(self.dtype in ("auto", *DTYPES), f"dtype: {self.dtype!r}; allowed are auto, {', '.join(DTYPES)}")
+        require_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        require_one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
+            require_one_of(name, getattr(self, name), ("auto", *CACHE_DTYPES))
+        require_one_of("attention_layout", self.attention_layout, ATTENTION_LAYOUTS)
         require(self.lag in (None, 0, 1), f"lag: {self.lag}; allowed are 0 and 1")
         require(self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel} must be at least 1")
         require(
@@ -233,26 +239,14 @@ class EngineConfig:
             f"deterministic: not with tensor_parallel {self.tensor_parallel}, which adds up in no fixed order",
         )
         require(
-            self.draft_weights in DRAFT_WEIGHTS,
-            f"draft_weights: {self.draft_weights!r}; allowed are {', '.join(DRAFT_WEIGHTS)}",
-        )
-        require(
             self.tensor_parallel == 1 or self.draft_weights == "auto",
             f"draft_weights: fp8 not with tensor_parallel {self.tensor_parallel}; drop one",
         )
-        for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
-            known = ("auto", *CACHE_DTYPES)
-            require(getattr(self, name) in known, f"{name}: {getattr(self, name)!r}; allowed are {', '.join(known)}")
         require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
         require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")
-        if self.max_model_len is not None:
-            require(self.max_model_len > 1, f"max_model_len: {self.max_model_len} must be at least 2")
-        layouts = ", ".join(ATTENTION_LAYOUTS)
-        require(
-            self.attention_layout in ATTENTION_LAYOUTS,
-            f"attention_layout: {self.attention_layout!r}; allowed are {layouts}",
-        )
+        longest = self.max_model_len
+        require(longest is None or longest > 1, f"max_model_len: {longest} must be at least 2")
 
 
 POLICIES = "off, full, fixed:W (W from 1), dvl, dvl:seeded, confidence, dspark, auto"
@@ -277,8 +271,8 @@ class SpeculationConfig:
         require(known, f"policy: {self.policy!r} is not known; allowed are {POLICIES}")
         require(self.width is None or self.width >= 2, f"width: {self.width} must be at least 2")
         require(math.isfinite(self.slots) and self.slots >= 1, f"slots: {self.slots} must be at least 1")
-        layouts = [layout.value for layout in AnchorLayout]
-        require(self.layout in (None, *layouts), f"layout: {self.layout!r}; allowed are {', '.join(layouts)}")
+        if self.layout is not None:
+            require_one_of("layout", self.layout, [layout.value for layout in AnchorLayout])
 
 
 GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "ebnf")
@@ -401,11 +395,5 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """True when logits depend on the text before them or are biased."""
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-            or self.min_tokens
-            or self.grammar is not None
-        )
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalised or self.logit_bias or self.min_tokens or self.grammar is not None)
