@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_tables import cell_tables
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -308,22 +309,8 @@ def geometric_means(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: tokens per second by concurrency and arm, with the ratio to the base and its interval."""
-    names = list(dict.fromkeys(name for one in record["cells"] for name in one["arms"]))
-    lines = [f"{record['model']}, {SIMULATED}, {record['device']}", "", "| c | " + " | ".join(names) + " |"]
-    lines.append("| --- " * (len(names) + 1) + "|")
-    for one in record["cells"]:
-        shown = []
-        for name in names:
-            arm = one["arms"].get(name, {})
-            text = f"{arm['tokens_per_s']:.0f}" if "tokens_per_s" in arm else "–"
-            if arm.get("interval"):
-                low, high = arm["interval"]
-                text += f" · {arm['ratio']:.2f}× ({low:.2f}…{high:.2f})"
-            shown.append(text)
-        lines.append(f"| {one['concurrency']} | " + " | ".join(shown) + " |")
-    means = [f"{record['geometric_mean'][name]:.2f}×" if name in record["geometric_mean"] else "–" for name in names]
-    return "\n".join([*lines, "| geometric mean | " + " | ".join(means) + " |"])
+    """Markdown: what tables.py shows of the cells."""
+    return "\n\n".join([f"{record['model']}, {SIMULATED}, {record['device']}", *cell_tables(record["cells"])])
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
