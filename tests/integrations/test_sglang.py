@@ -103,9 +103,12 @@ def test_texts_are_those_of_plain_decoding(pair: Path, expected: list[list[int]]
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a core for each rank")
 def test_two_ranks_give_the_same_text(pair: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    settings = {"DSCALE_POLICY": "dvl", "DSCALE_SLOTS": "4", "DSCALE_PREDICTOR": "random"}
-    made = run(pair, tmp_path, rounds_for(expected)[:2], 2, SGLANG_CPU_OMP_THREADS_BIND="0|1", **settings)
+    settings = {"DSCALE_POLICY": "dvl", "DSCALE_SLOTS": "4", "DSCALE_PREDICTOR": "random", "DSCALE_CHECK_RANKS": "1"}
+    made = run(pair, tmp_path, rounds_for(expected)[:3], 2, SGLANG_CPU_OMP_THREADS_BIND="0|1", **settings)
     check_greedy(made, expected)
+    assert all(len(one["ids"]) == TOKENS + 3 * i for i, one in enumerate(made["rounds"][2]))  # sampled
+    longest = [max(one["steps"] for one in part) for part in made["rounds"]]
+    assert made["plugin"]["steps_compared"] >= sum(longest)
 
 
 def test_a_wrong_setting_ends_the_start(pair: Path, tmp_path: Path) -> None:

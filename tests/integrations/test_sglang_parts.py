@@ -36,6 +36,7 @@ def test_settings_of_environment_win_over_the_file(tmp_path: Path) -> None:
         ({"DSCALE_SLOTS": "7.5"}, "DSCALE_SLOTS: '7.5' is not a whole number"),
         ({"DSCALE_ATTENTION_LAYOUT": "tall"}, "attention_layout: 'tall'"),
         ({"DSCALE_GRAPHS": "3"}, "graphs: 3; allowed are whole numbers from 0 to 2"),
+        ({"DSCALE_CHECK_RANKS": "2"}, "check_ranks: 2; allowed are whole numbers from 0 to 1"),
         ({"DSCALE_AHEAD": "yes"}, "DSCALE_AHEAD: 'yes' is not a whole number"),
         ({"DSCALE_CONFIG": "/nowhere.toml"}, "/nowhere.toml: cannot be read"),
     ],

@@ -28,7 +28,8 @@ class Settings:
     wide of the paper (kernels/attention.py). simulate: mean progress or a trace's path (speculation/simulated.py);
     empty: acceptance is what it is. graphs: 1 captures decode steps whole where the device captures, 0 does not; 2, on
     a CPU, runs the steps that would be captured (for tests). ahead: 1 lets the host prepare the next step while the
-    device runs one, 0 waits as SGLang does.
+    device runs one, 0 waits as SGLang does. check_ranks: 1 compares every step among the ranks
+    (ranks.py).
     """
 
     policy: str = "full"
@@ -38,6 +39,7 @@ class Settings:
     simulate: str = ""
     graphs: int = 1
     ahead: int = 1
+    check_ranks: int = 0
 
     def __post_init__(self) -> None:
         SpeculationConfig(self.policy, slots=self.slots)
@@ -46,7 +48,7 @@ class Settings:
         layouts = ", ".join(ATTENTION_LAYOUTS)
         good = self.attention_layout in ATTENTION_LAYOUTS
         require(good, f"attention_layout: {self.attention_layout!r}; allowed are {layouts}")
-        for name, most in (("graphs", 2), ("ahead", 1)):
+        for name, most in (("graphs", 2), ("ahead", 1), ("check_ranks", 1)):
             value = getattr(self, name)
             require(0 <= value <= most, f"{name}: {value}; allowed are whole numbers from 0 to {most}")
         needs = self.kind == "dvl" and not self.predictor

@@ -37,6 +37,7 @@ from dscale.integrations.sglang.drafts import Drafts, Head
 from dscale.integrations.sglang.fence import Fence
 from dscale.integrations.sglang.graphs import Rerun, StepGraphs
 from dscale.integrations.sglang.passes import Passes, backend_of
+from dscale.integrations.sglang.ranks import RankCheck
 from dscale.integrations.sglang.settings import Settings
 from dscale.integrations.sglang.stages import Decision, Lanes, Settled, Stages
 from dscale.integrations.sglang.verify import RaggedVerifyInput, Requests, choose, greedy
@@ -56,6 +57,7 @@ class DScaleWorker(DFlashWorkerV2):
         target = self.model_runner
         group = get_tp_group()
         self.group = group if group.world_size > 1 else None
+        self.check = RankCheck(group) if self.group is not None and self.settings.check_ranks else None
         vocab = int(target.model_config.vocab_size)
         self.drafts = Drafts(self.settings, self.block_size, Head.of(target.model.lm_head, vocab, self.group))
         self.requests = Requests(vocab, self.device)
@@ -126,6 +128,8 @@ class DScaleWorker(DFlashWorkerV2):
             "width": self.block_size,
             "simulated": bool(self.settings.simulate),
         }
+        if self.settings.check_ranks:
+            about["steps_compared"] = 0
         get_global_server_args().dscale = about
         if self.tp_rank == 0:
             logger.info("DSCALE is active: %s", about)
@@ -200,6 +204,7 @@ class DScaleWorker(DFlashWorkerV2):
         logits, sampling = output.next_token_logits, batch.sampling_info
         y = choose(logits, sampling, self.requests, decision.packed, decision.flat)
         settled = self.stages.settle(y, decision, lanes.context)
+        self._compare(batch, lanes, settled)
         if on_publish is not None:
             on_publish(settled.length)
         self._append_target_hidden_to_draft_kv_by_loc(
@@ -242,6 +247,12 @@ class DScaleWorker(DFlashWorkerV2):
         assert self.group is not None
         decided = self.group.broadcast(torch.cat([drafts, k[:, None]], dim=1), src=0)
         return decided[:, :-1], decided[:, -1]
+
+    def _compare(self, batch: Any, lanes: Lanes, settled: Settled) -> None:
+        """With DSCALE_CHECK_RANKS on several ranks: they all made this of the step, or RanksDiffer."""
+        if self.check is not None:
+            self.check.compare([request.rid for request in batch.reqs], lanes, settled)
+            get_global_server_args().dscale["steps_compared"] = self.check.steps
 
     def _verify(self, batch: Any, planned: tuple[Tensor, int], decision: Decision) -> tuple[Any, bool]:
         """The target over the packed rows: its output with logits [M, V] and taps [M, T·H]; whether a graph ran."""
