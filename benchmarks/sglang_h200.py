@@ -11,8 +11,9 @@ those that sglang_hooks.py writes down.
 
 Arms: off, dflash or dscale, then +BACKEND (fa3, triton, flashinfer; of dscale for prompts), +eager, +plan (SGLang's
 SGLANG_ENABLE_OVERLAP_PLAN_STREAM) and for dscale any of +POLICY (full, fixed:W, dvl), +N slots, +wide, +narrow, +pieces
-(DSCALE_GRAPHS=0: of a step its two passes alone are graphs) and +wait (DSCALE_AHEAD=0). "dscale" is dvl at 8 slots with
-an untrained predictor: its cost is real, and the trace's q take the place of what it says.
+(DSCALE_GRAPHS=0: of a step its two passes alone are graphs), +wait (DSCALE_AHEAD=0) and +check (DSCALE_CHECK_RANKS=1).
++torchnccl lets ranks speak through torch.distributed, where SGLang's own binding of NCCL fails. "dscale" is dvl at 8
+slots with an untrained predictor: its cost is real, and the trace's q take the place of what it says.
 """
 
 from __future__ import annotations
@@ -37,6 +38,18 @@ SWITCHES = {  # variables of an arm's process
     "pieces": ("DSCALE_GRAPHS", "0"),
     "wait": ("DSCALE_AHEAD", "0"),
     "plan": ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1"),
+    "check": ("DSCALE_CHECK_RANKS", "1"),
+    "torchnccl": ("SGLANG_BENCH_TORCH_NCCL", "1"),
+}
+RANKS = {  # variables unless they are set: no NVLink multicast, which can put a host's GPUs out of service
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NCCL_DEBUG": "WARN",
+}
+NCCL_ALONE = {  # ranks speak through NCCL alone: other ways need kernels that a cut installation lacks
+    "disable_custom_all_reduce": True,
+    "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 
 
@@ -66,6 +79,7 @@ def environment(arm: dict[str, Any], args: argparse.Namespace, log: Path) -> dic
     root = Path(__file__).resolve().parents[1]
     path = [str(log.parent / "site"), str(root / "src"), str(root / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     return {
+        **RANKS,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "SGLANG_BENCH": str(log),
@@ -101,6 +115,8 @@ def engine_options(arm: dict[str, Any], args: argparse.Namespace, most: int) -> 
         options |= {"max_total_tokens": 8192, "speculative_draft_attention_backend": "triton"}
     elif not arm["eager"]:
         options |= {"cuda_graph_max_bs_decode": most, "disable_prefill_cuda_graph": True}
+    if args.tp > 1:
+        options |= NCCL_ALONE
     if arm.get("backend"):
         options["attention_backend"] = arm["backend"]
     if arm["kind"] != "off":
@@ -250,7 +266,7 @@ def spawn(arm: dict[str, Any], args: argparse.Namespace, folder: Path, left: flo
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _end_group(process)
+            end_group(process)
     print("\n".join(line for line in text.read_text().splitlines() if line.startswith(f"[{arm['name']}]")), flush=True)
     if out.is_file():
         return json.loads(out.read_text())
@@ -259,7 +275,7 @@ def spawn(arm: dict[str, Any], args: argparse.Namespace, folder: Path, left: flo
     return {**arm, "problem": tail[-12:]}
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
     """End an arm's own group of processes: SGLang's children outlive a parent that died."""
     import signal
 

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# SGLang 0.5.14 offline on one H200, from the carry of ../shared/peers/sglang-h200 copied to .sgl/ (ignored by git):
+# SGLang 0.5.14 offline on H200s, from the carry of ../shared/peers/sglang-h200 copied to .sgl/ (ignored by git):
 #     bash benchmarks/sglang_h200.sh --arms off+fa3,dflash+fa3,dflash+triton,dscale+fa3 --concurrency 8,16,32 --limit 500
-# Arguments are those of sglang_h200.py. The record and the logs of the arms go to $OUT (or /tmp/sglang_h200).
+#     SCRIPT=sglang_tp.py bash benchmarks/sglang_h200.sh --pairs .gpu/pairs --limit 150           (two GPUs)
+#     bash benchmarks/sglang_h200.sh --tp 2 --arms dflash+fa3,dscale+fa3 --concurrency 8,16,32    (two GPUs)
+# Arguments are those of sglang_h200.py, or of the script that SCRIPT names. The record and the logs of the arms go to
+# $OUT (or /tmp/sglang_h200).
 # Where a transfer is too small for both parts: send .sgl/sg.tar.xz.aa first, run this script with --unpack-only, then
 # the rest; parts are kept in /tmp/sgl_parts.
 set -euo pipefail
@@ -16,4 +19,6 @@ if [ ! -d /tmp/sgsite/sglang ]; then
 fi
 export PYTHONPATH=/tmp/sgsite${PYTHONPATH:+:$PYTHONPATH} TVM_FFI_CACHE_DIR=/tmp/sgsite/_tvmffi SGLANG_ENABLE_JIT_DEEPGEMM=0
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-exec python3 benchmarks/sglang_h200.py --models /tmp/sgsite/_models --out "$out/sglang_h200.json" --logs "$out/logs" "$@"
+script=${SCRIPT:-sglang_h200.py} name=$(basename "${SCRIPT:-sglang_h200.py}" .py)
+if [ "$name" = sglang_h200 ]; then set -- --models /tmp/sgsite/_models "$@"; fi
+exec python3 "benchmarks/$script" --out "$out/$name.json" --logs "$out/logs" "$@"

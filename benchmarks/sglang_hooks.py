@@ -1,11 +1,14 @@
 """A plug-in for SGLang that makes it measurable beside our engine; sglang_h200.py installs it. Nothing of it serves.
 
-Loaded through the entry point group `sglang.srt.plugins` in every process of SGLang; does nothing unless SGLANG_BENCH
-names a file. Then
+Loaded through the entry point group `sglang.srt.plugins` in every process of SGLang. SGLANG_BENCH_NATIVE=1 lets norms,
+rotary embeddings and activations run as PyTorch's operations: SGLang's kernels for them know no float32.
+SGLANG_BENCH_TORCH_NCCL=1 lets all ranks speak through torch.distributed, where SGLang's own binding of NCCL fails.
+The rest is done when SGLANG_BENCH names a file:
     dummy weights   are drawn as those of our `random:` shapes (models/shapes.py), not from ±1e-3
     DFLASH          accepts what DSCALE_SIMULATE says (speculation/simulated.py): by the request's sampling_seed and the
                     absolute position of its anchor, as our engine and DSCALE do, so that all meet one trace
-    every step      adds a line to that file: {"t", "mode": D or E, "requests", "tokens", "graph"}
+    every step      adds a line to that file: {"t", "mode": D or E, "requests", "tokens", "graph"}; of several ranks
+                    the first one writes
 """
 
 from __future__ import annotations
@@ -23,15 +26,22 @@ from dscale.models.shapes import HEAD_SCALE
 from dscale.speculation.packing import Packed, pack
 from dscale.speculation.simulated import SimulatedDraft, Simulation
 
-LOG = "SGLANG_BENCH"
+LOG, NATIVE, TORCH_NCCL = "SGLANG_BENCH", "SGLANG_BENCH_NATIVE", "SGLANG_BENCH_TORCH_NCCL"
 
 
 def register() -> None:
     """Entry point."""
-    if not os.environ.get(LOG):
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if os.environ.get(NATIVE):
+        operation = "sglang.srt.layers.utils.multi_platform.MultiPlatformOp.dispatch_forward"
+        HookRegistry.register(operation, native, HookType.REPLACE)
+        HookRegistry.register("sglang.jit_kernel.kvcache.can_use_store_cache", never, HookType.REPLACE)
+    if os.environ.get(TORCH_NCCL):
+        group = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
+        HookRegistry.register(group, by_torch, HookType.AROUND)
+    if not os.environ.get(LOG):
+        return
     from dscale.integrations.sglang.settings import Settings
 
     HookRegistry.register("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", fill, HookType.REPLACE)
@@ -49,6 +59,21 @@ def register() -> None:
         HookRegistry.register(kernel, hooks.before_accept, HookType.BEFORE)
         plain = "sglang.srt.speculative.dflash_utils.compute_dflash_correct_drafts_and_bonus"
         HookRegistry.register(plain, hooks.before_accept, HookType.BEFORE)
+
+
+def native(operation: Any) -> Any:
+    """An operation as PyTorch computes it."""
+    return operation.forward_native
+
+
+def never(size: int) -> bool:
+    """Keys and values are written by PyTorch too: SGLang's kernel is compiled anew for every row size."""
+    return False
+
+
+def by_torch(original: Any, *given: Any, **named: Any) -> Any:
+    """A group of ranks without SGLang's own binding of NCCL."""
+    return original(*given, **named | {"use_pynccl": False})
 
 
 def fill(model: torch.nn.Module, low: float = 0.0, high: float = 0.0, seed: int = 1234) -> None:
@@ -113,6 +138,7 @@ class StepLog:
     def __init__(self) -> None:
         self._file: TextIO | None = None
         self._launched: dict[int, float] = {}
+        self._first: bool | None = None
 
     def launched(self, original: Any, scheduler: Any, batch: Any, *given: Any, **named: Any) -> Any:
         """When the step was started, and whether a graph ran."""
@@ -142,10 +168,20 @@ class StepLog:
             "tokens": sum(_length(request) for request in requests) - before,
             "graph": bool(getattr(result, "can_run_cuda_graph", False)),
         }
+        if not self._writes():
+            return made
         if self._file is None:
             self._file = open(os.environ[LOG], "a", buffering=1)  # noqa: SIM115 – open as long as the process
         self._file.write(json.dumps(row) + "\n")
         return made
+
+    def _writes(self) -> bool:
+        """Whether this process is the first rank: all of them learn of every step."""
+        if self._first is None:
+            from sglang.srt.distributed import get_tp_group
+
+            self._first = get_tp_group().rank_in_group == 0
+        return self._first
 
 
 def _length(request: Any) -> int:
