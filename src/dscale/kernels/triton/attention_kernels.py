@@ -177,7 +177,8 @@ def decode_kernel(
     length = FIXED if FIXED > 0 else quota
     if FIXED == 0:
         for _ in tl.static_range(SLACK):
-            length += (tl.sum(tl.cdiv(tiles, length) * units) > programs).to(tl.int32)
+            further = tl.maximum(quota // 16, 1)
+            length += tl.where(tl.sum(tl.cdiv(tiles, length) * units) > programs, further, 0)
     work = tl.cdiv(tiles, length) * units
     in_line = (tl.sum(work) > programs) & (FIXED == 0)
     work = tl.where(in_line, tiles * units, work)
