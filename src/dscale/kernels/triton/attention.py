@@ -16,7 +16,6 @@ import torch
 import triton
 from torch import Tensor
 
-from dscale.kernels.triton import overlap
 from dscale.kernels.triton.attention_kernels import decode_kernel, prefill_kernel
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def _prefill(
         rows, lanes, batch.page_table.stride(0), q.stride(0), q.stride(1), *scales,
         KV=kv, GROUP=heads // kv, P=packed, PAGE=key_cache.shape[2], D=size, ROWS=tile.rows, KEYS=tile.keys,
         FIXED=FIXED_KEYS // tile.keys if batch.options.deterministic else 0, CAUSAL=batch.causal, WINDOW=windowed,
-        num_warps=tile.warps, num_stages=tile.stages, **overlap.launch(q.device),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -171,7 +170,7 @@ def _decode(
         KV=kv, GROUP=heads // kv, P=packed, PAGE=page, D=size, ROWS=tile.rows, TILES=tiles, KEYS=tile.keys,
         LANES=max(triton.next_power_of_2(lanes), 32),
         FIXED=FIXED_KEYS // tile.keys if fixed else 0, CAUSAL=batch.causal, WINDOW=windowed, SLACK=SLACK, LEAST=LEAST,
-        num_warps=tile.warps, num_stages=tile.stages, **overlap.launch(q.device),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -5,11 +5,11 @@ r = token · P + head, so a page is read once for all of them. For a range of ke
     m = max s,   l = Σ 2^(s - m),   a = Σ 2^(s - m) · v          with s = scale · log2(e) · q·k
 and two ranges merge as  m = max(m₁, m₂),  l = Σᵢ lᵢ 2^(mᵢ - m),  a = Σᵢ aᵢ 2^(mᵢ - m);  out = a / l.
 
-Verification and draft blocks: contexts are split so that lanes × KV heads × pieces fill the chip. Every program works
-out its part from starts and contexts in device memory, so a captured graph fits any lengths: where nearly equal chunks
-go round, one each; where they do not, an equal share of all keys in one line, as decomposing a product by its inner
-turns does (Osama et al. 2023, Stream-K). The last program to finish a row tile merges its pieces, in their order: the
-result does not depend on who was last.
+Verification and draft blocks: contexts are split so that lanes × KV heads × pieces fill the chip. Every program works out
+its part from starts and contexts in device memory, so a captured graph fits any lengths: where nearly equal chunks go
+round, one each; where they do not, an equal share of all keys in one line, as decomposing a product by its inner turns
+does (Osama et al. 2023, Stream-K). The last program to finish a row tile merges its pieces, in their order: the result
+does not depend on who was last.
 Prefill: one program a tile, no chunks.
 Deterministic: chunks end at multiples of a fixed number of keys from position 0, tiles have one shape, and prefill
 merges the same chunks in the same order, so the bits of a row depend on its own keys alone.
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from dscale.kernels.triton import overlap
 
 EMPTY = tl.constexpr(-1.0e30)  # the m of no keys: finite, so 2^(m - m) is 1 and 2^(-inf - m) is 0
 
@@ -149,7 +147,7 @@ def decode_kernel(
     rows, lane_count, table_stride, q_row, q_head, scale, window, key_scale, value_scale,
     KV: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, FIXED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SLACK: tl.constexpr, LEAST: tl.constexpr, OVERLAP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SLACK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Few rows a lane, keys split over the chip. FIXED: keys tiles of a chunk (deterministic), or 0: balanced.
 
@@ -163,7 +161,6 @@ def decode_kernel(
     """
     HEADS: tl.constexpr = KV * GROUP // P
     AHEAD: tl.constexpr = 3 if ROWS * D <= 128 * 128 else 1  # of the merge: what fits into shared memory
-    overlap.wait_for_earlier(OVERLAP)
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane_range = tl.arange(0, LANES)
     exists = lane_range < lane_count
@@ -263,11 +260,9 @@ def prefill_kernel(
     rows, lane_count, table_stride, q_row, q_head, scale, window, key_scale, value_scale,
     KV: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Many rows a lane: program (tile, head, lane) attends over all keys its rows see, longest tiles first."""
     HEADS: tl.constexpr = KV * GROUP // P
-    overlap.wait_for_earlier(OVERLAP)
     head, lane = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + lane).to(tl.int32)
     count = tl.load(starts + lane + 1).to(tl.int32) - start
