@@ -8,17 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dscale.kernels.triton import overlap
-
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul(gate_up, out, inner, stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul(gate_up, out, inner, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
-    overlap.wait_for_earlier(OVERLAP)
     gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0)
     up = tl.load(gate_up + row * stride + inner + column, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
@@ -34,5 +31,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(rows.shape[0], inner, dtype=rows.dtype, device=rows.device)
     if out.numel() > 0:
         grid = (rows.shape[0], triton.cdiv(inner, BLOCK))
-        _silu_mul[grid](rows, out, inner, rows.stride(0), BLOCK=BLOCK, num_warps=4, **overlap.launch(rows.device))
+        _silu_mul[grid](rows, out, inner, rows.stride(0), BLOCK=BLOCK, num_warps=4)
     return out.view(*gate_up.shape[:-1], inner)

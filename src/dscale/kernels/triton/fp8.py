@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dscale.kernels.triton import overlap
 from dscale.kernels.triton.norm import _rows
 
 
@@ -25,11 +24,10 @@ def _put_row(wide, values, scales, row, size, column, inside):
 
 
 @triton.jit
-def _quantise_row(x, values, scales, x_stride, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _quantise_row(x, values, scales, x_stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    overlap.wait_for_earlier(OVERLAP)
     wide = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     _put_row(wide, values, scales, row, size, column, inside)
 
@@ -37,13 +35,11 @@ def _quantise_row(x, values, scales, x_stride, size, BLOCK: tl.constexpr, OVERLA
 @triton.jit
 def _norm_row_fp8(
     x, residual, weight, values, scales, total, x_stride, residual_stride, size, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    overlap.fetch_early(weight, size, BLOCK, OVERLAP)
-    overlap.wait_for_earlier(OVERLAP)
     own = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wide = own.to(tl.float32)
@@ -58,11 +54,10 @@ def _norm_row_fp8(
 
 
 @triton.jit
-def _silu_mul_fp8(gate_up, values, scales, stride, inner, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul_fp8(gate_up, values, scales, stride, inner, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < inner
-    overlap.wait_for_earlier(OVERLAP)
     gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0)
     up = tl.load(gate_up + row * stride + inner + column, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
@@ -76,10 +71,10 @@ def _empty(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return values, torch.empty(rows, 1, dtype=torch.float32, device=device)
 
 
-def _launch(size: int, device: torch.device) -> dict[str, int]:
-    """Keywords of a launch for rows of this size: up to 32 warps, because few rows have to fill a chip."""
+def _launch(size: int) -> dict[str, int]:
+    """Block and warps for rows of this size: up to 32 warps, because few rows have to fill a chip."""
     block = triton.next_power_of_2(size)
-    return {"BLOCK": block, "num_warps": max(1, min(32, block // 512)), **overlap.launch(device)}
+    return {"BLOCK": block, "num_warps": max(1, min(32, block // 512))}
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +83,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scale = _empty(rows.shape[0], rows.shape[1], x.device)
     if values.numel() > 0:
         size = rows.shape[1]
-        _quantise_row[(rows.shape[0],)](rows, values, scale, rows.stride(0), size, **_launch(size, x.device))
+        _quantise_row[(rows.shape[0],)](rows, values, scale, rows.stride(0), size, **_launch(size))
     return values, scale
 
 
@@ -111,7 +106,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
         size = rows.shape[1]
         _norm_row_fp8[(rows.shape[0],)](
             rows, other, weight, values, scale, total, rows.stride(0), other.stride(0), size, eps,
-            ADD=residual is not None, **_launch(size, x.device),
+            ADD=residual is not None, **_launch(size),
         )  # fmt: skip
     return values, scale, total
 
@@ -122,5 +117,5 @@ def silu_mul(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     inner = rows.shape[1] // 2
     values, scale = _empty(rows.shape[0], inner, rows.device)
     if values.numel() > 0:
-        _silu_mul_fp8[(rows.shape[0],)](rows, values, scale, rows.stride(0), inner, **_launch(inner, rows.device))
+        _silu_mul_fp8[(rows.shape[0],)](rows, values, scale, rows.stride(0), inner, **_launch(inner))
     return values, scale

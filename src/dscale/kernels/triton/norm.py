@@ -8,19 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dscale.kernels.triton import overlap
-
 
 @triton.jit
 def _norm_row(
-    x, residual, weight, out, total, x_stride, residual_stride, size, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x, residual, weight, out, total, x_stride, residual_stride, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    overlap.fetch_early(weight, size, BLOCK, OVERLAP)
-    overlap.wait_for_earlier(OVERLAP)
     own = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wide = own.to(tl.float32)
@@ -55,7 +50,6 @@ def _run(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
         _norm_row[(rows.shape[0],)](
             rows, other, weight, out, total, rows.stride(0), other.stride(0), size, eps,
             ADD=residual is not None, BLOCK=block, num_warps=max(1, min(8, block // 512)),
-            **overlap.launch(rows.device),
         )  # fmt: skip
     return out.view(x.shape), total.view(x.shape)
 

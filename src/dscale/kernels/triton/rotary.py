@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dscale.kernels.rotary import HeadShape
-from dscale.kernels.triton import overlap
 
 HEADS = 8  # heads a program takes
 
@@ -34,7 +33,6 @@ def _rotate_write(
     fused, angles, q_norm, k_norm, q_out, keys, values, slots, heads, kv, half, page_size, eps,
     row_stride, layer_stride, key_layer, key_page, key_head, key_row, value_layer, value_page, value_head, value_row,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
@@ -50,10 +48,6 @@ def _rotate_write(
     else:
         first, second = pair, pair + half
 
-    if NORM:
-        overlap.fetch_early(q_norm, 2 * half, 2 * HALF, OVERLAP)
-        overlap.fetch_early(k_norm + layer * (2 * half), 2 * half, 2 * HALF, OVERLAP)
-    overlap.wait_for_earlier(OVERLAP)
     start = fused + row * row_stride + layer * layer_stride + head[:, None] * (2 * half)
     raw_a = tl.load(start + first[None, :], mask=inside, other=0.0)
     raw_b = tl.load(start + second[None, :], mask=inside, other=0.0)
@@ -146,5 +140,4 @@ def _launch(
         heads, shape.num_kv_heads, half, keys.shape[2], shape.norm_eps, fused.stride(0), layer_strides[0],
         layer_strides[1], *keys.stride()[:3], layer_strides[2], *values.stride()[:3],
         NORM=norm, INTERLEAVED=shape.interleaved, HEADS=HEADS, HALF=triton.next_power_of_2(half), num_warps=4,
-        **overlap.launch(fused.device),
     )  # fmt: skip
