@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FIXED_KEYS = 512  # deterministic: keys of a chunk
 FIXED_ROWS = 64  # deterministic: rows of a tile, whatever the path
-SLACK = 8  # sixteenths by which equal chunks may be longer than a perfect balance
+SLACK = 8  # lengths of equal chunks that are tried, each a sixteenth of a perfect balance longer
 LEAST = 2  # key tiles of a piece
 FEW_HEADS = 132  # of all lanes: about one for each multiprocessor
 DECODE_ROWS = 32  # path "auto": at most so many rows a lane are a decode step

@@ -5,11 +5,11 @@ r = token · P + head, so a page is read once for all of them. For a range of ke
     m = max s,   l = Σ 2^(s - m),   a = Σ 2^(s - m) · v          with s = scale · log2(e) · q·k
 and two ranges merge as  m = max(m₁, m₂),  l = Σᵢ lᵢ 2^(mᵢ - m),  a = Σᵢ aᵢ 2^(mᵢ - m);  out = a / l.
 
-Verification and draft blocks: contexts are split so that lanes × KV heads × pieces fill the chip. Every program works out
-its part from starts and contexts in device memory, so a captured graph fits any lengths: where nearly equal chunks go
-round, one each; where they do not, an equal share of all keys in one line, as decomposing a product by its inner turns
-does (Osama et al. 2023, Stream-K). The last program to finish a row tile merges its pieces, in their order: the result
-does not depend on who was last.
+Verification and draft blocks: contexts are split so that lanes × KV heads × pieces fill the chip. Every program works
+out its part from starts and contexts in device memory, so a captured graph fits any lengths: where nearly equal chunks
+go round, one each; where they do not, an equal share of all keys in one line, as decomposing a product by its inner
+turns does (Osama et al. 2023, Stream-K). The last program to finish a row tile merges its pieces, in their order: the
+result does not depend on who was last.
 Prefill: one program a tile, no chunks.
 Deterministic: chunks end at multiples of a fixed number of keys from position 0, tiles have one shape, and prefill
 merges the same chunks in the same order, so the bits of a row depend on its own keys alone.
@@ -141,6 +141,15 @@ def _snap(place, total, through, work, tiles, lane_range, LEAST: tl.constexpr):
     return tl.where(place < total, moved, total)
 
 
+@triton.jit
+def _chunk_length(tiles, units, quota, programs, SLACK: tl.constexpr):
+    """The least of SLACK lengths from quota on, in sixteenths of it, at which there is at most a chunk a program; the
+    largest where there is none."""
+    lengths = quota + tl.arange(0, SLACK) * tl.maximum(quota // 16, 1)
+    chunks = tl.sum(tl.cdiv(tiles[:, None], lengths[None, :]) * units[:, None], 0)
+    return tl.min(tl.where(chunks <= programs, lengths, quota + (SLACK - 1) * tl.maximum(quota // 16, 1)))
+
+
 @triton.jit(do_not_specialize=["rows", "lane_count"])
 def decode_kernel(
     q, keys, values, out, table, lanes, starts, contexts, partial, stats, arrivals,
@@ -152,7 +161,7 @@ def decode_kernel(
     """Few rows a lane, keys split over the chip. FIXED: keys tiles of a chunk (deterministic), or 0: balanced.
 
     A unit is a row tile of a head of a lane; its work are the key tiles from `origin` to `final`. Balanced:
-    - chunks of one length, if that gives at most a chunk a program and is within SLACK key tiles of the ideal;
+    - chunks of one length, if that gives at most a chunk a program and is not much over the ideal (_chunk_length);
     - else all key tiles of all units stand in one line, of which each program takes `quota` tiles: perhaps the end of
       one unit, whole ones, and the beginning of another.
     A unit in several pieces is merged by whoever ends last. partial [slots, ROWS, D] and stats [slots, 2, ROWS]
@@ -171,11 +180,7 @@ def decode_kernel(
     tiles = _last_tile(before, counts, KEYS) - _first_tile(before, window, KEYS, FIXED, WINDOW)
     tiles = tl.where(counts > 0, tiles, 0)
     quota = tl.maximum(tl.cdiv(tl.sum(tiles * units), programs), LEAST)
-    length = FIXED if FIXED > 0 else quota
-    if FIXED == 0:
-        for _ in tl.static_range(SLACK):
-            further = tl.maximum(quota // 16, 1)
-            length += tl.where(tl.sum(tl.cdiv(tiles, length) * units) > programs, further, 0)
+    length = FIXED if FIXED > 0 else _chunk_length(tiles, units, quota, programs, SLACK)
     work = tl.cdiv(tiles, length) * units
     in_line = (tl.sum(work) > programs) & (FIXED == 0)
     work = tl.where(in_line, tiles * units, work)
