@@ -228,3 +228,12 @@ def test_any_number_of_programs_shares_the_work(
         assert error(fast.paged_attention(q, keys, values, batch, 0.25, window), want) < 1e-5
         assert batch.arrivals is not None
         assert not batch.arrivals.any()
+
+
+def test_lanes_starts_and_contexts_may_have_gaps() -> None:
+    batch = ragged([5, 16, 1], [40, 3, 70])
+    q, keys, values = tensors(batch, 4, 2, 16, torch.float32)
+    names = ("lanes", "starts", "contexts")
+    spread = {name: torch.stack([getattr(batch, name), getattr(batch, name) + 1], dim=1)[:, 0] for name in names}
+    want = fast.paged_attention(q, keys, values, batch, 0.25)
+    assert torch.equal(fast.paged_attention(q, keys, values, replace(batch, **spread), 0.25), want)

@@ -252,3 +252,33 @@ def test_predictor(groups: tuple[str, ...], head: str) -> None:
     )  # fmt: skip
     expected = predicted_survival(predictor, top, hidden, live, initial, projections)
     torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-6)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with others between them, as a column of a table has."""
+    return torch.stack([x, x.roll(1) if x.dtype is torch.bool else x + 3], dim=-1)[..., 0]
+
+
+def test_vectors_may_have_gaps() -> None:
+    """Lengths that one rank decides for all arrive as a column of what was sent: the kernels read its numbers alone."""
+    generator = torch.Generator().manual_seed(4)
+    k, rows, width = torch.tensor([3, 1, 4, 2], device=DEVICE), 12, 5
+    drafts = torch.randint(50, (4, width - 1), generator=generator).to(DEVICE)
+    context, lanes = torch.tensor([7, 30, 2, 16], device=DEVICE), torch.tensor([2, 0, 3, 1], device=DEVICE)
+    anchor, table = torch.tensor([5, 6, 7, 8], device=DEVICE), torch.arange(16, dtype=torch.int32, device=DEVICE)
+    fields = (anchor, drafts, context, table.view(4, 4), lanes)
+    spread = (strided(anchor), strided(drafts), strided(context), table.view(4, 4), strided(lanes))
+    own, moved = fast_pack.pack_rows(k, rows, *fields, 16), fast_pack.pack_rows(strided(k), rows, *spread, 16)
+    assert own[0][0].tolist() == [0, 3, 4, 8, 10]
+    assert all(torch.equal(a, b) for a, b in zip((*own[0], *own[1]), (*moved[0], *moved[1]), strict=True))
+    assert fast_pack.pack(strided(k), rows)[0].tolist() == [0, 3, 4, 8, 10]
+
+    y = torch.randint(50, (rows,), generator=generator).to(DEVICE)
+    y[:2] = drafts[0, :2]
+    plain = fast_accept.accept(drafts, k, y, own[0][0])
+    assert plain[1].tolist() == [3, 1, 1, 1]
+    apart = fast_accept.accept(strided(drafts), strided(k), strided(y), strided(own[0][0]))
+    assert all(torch.equal(a, b) for a, b in zip(plain, apart, strict=True))
+
+    q, live = survival(4, width, 0, generator).to(DEVICE), torch.tensor([True, False, True, True], device=DEVICE)
+    assert torch.equal(fast_allocate.allocate_exact(q, 9, strided(live)), fast_allocate.allocate_exact(q, 9, live))

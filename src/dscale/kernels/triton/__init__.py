@@ -19,6 +19,11 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
+def dense(*vectors: Tensor) -> list[Tensor]:
+    """The same vectors without gaps between their numbers: kernels are given addresses, not strides of these."""
+    return [vector.contiguous() for vector in vectors]
+
+
 def usable(x: Tensor) -> bool:
     """Whether a Triton kernel works on this tensor: on CUDA, no gradient wanted, and DSCALE_TRITON is not 0."""
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():

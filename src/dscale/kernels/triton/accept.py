@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dscale.kernels.triton import dense
+
 
 @triton.jit
 def _accept(
@@ -97,10 +99,13 @@ def _run(
     count, emitted, anchor, clipped = torch.empty(4, lanes, dtype=torch.int64, device=y.device).unbind()
     tokens = torch.empty(lanes, width, dtype=torch.int64, device=y.device)
     finished = torch.empty(lanes, dtype=torch.bool, device=y.device)
+    k, y, starts, left = dense(k, y, starts, k if remaining is None else remaining)
+    if moved is not None and not all(one.is_contiguous() for one in moved):
+        raise ValueError("accept: rows of the state have gaps between them; a state is written in place")
     table = k[:, None] if end_ids is None else end_ids
     table = table if table.stride(1) == 1 else table.contiguous()
     _accept[(lanes,)](
-        drafts, k, y, starts, table, k if remaining is None else remaining, count, emitted, tokens, anchor, clipped,
+        drafts, k, y, starts, table, left, count, emitted, tokens, anchor, clipped,
         finished, *(moved or (k,) * 5), y.shape[0], width, drafts.stride(0), table.shape[1], table.stride(0),
         CLIP=end_ids is not None, COMMIT=moved is not None, WIDTH=int(triton.next_power_of_2(width)),
         ENDS=int(triton.next_power_of_2(table.shape[1])), num_warps=1,

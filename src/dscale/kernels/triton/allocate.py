@@ -114,7 +114,8 @@ def _run(kernel: triton.JITFunction, q: Tensor, total: Tensor | int, live: Tenso
     lanes = int(triton.next_power_of_2(q.shape[0]))
     entries = lanes * _width(q)
     kernel[(1,)](
-        q, live, total, k, *q.shape, q.stride(0), ON_DEVICE=isinstance(total, Tensor), LANES=lanes, WIDTH=_width(q),
+        q, live.contiguous(), total, k, *q.shape, q.stride(0),
+        ON_DEVICE=isinstance(total, Tensor), LANES=lanes, WIDTH=_width(q),
         num_warps=1 if entries <= 512 else min(16, entries // 256),
     )  # fmt: skip
     return k

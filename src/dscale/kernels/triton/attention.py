@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dscale.kernels.triton import dense
 from dscale.kernels.triton.attention_kernels import decode_kernel, prefill_kernel
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _prefill(
     rows, heads, size = q.shape
     lanes, kv = batch.lanes.shape[0], key_cache.shape[1]
     prefill_kernel[(triton.cdiv(batch.max_rows * packed, tile.rows), heads // packed, lanes)](
-        q, key_cache, value_cache, out, batch.page_table, batch.lanes, batch.starts, batch.contexts,
+        q, key_cache, value_cache, out, batch.page_table, *dense(batch.lanes, batch.starts, batch.contexts),
         rows, lanes, batch.page_table.stride(0), q.stride(0), q.stride(1), *scales,
         KV=kv, GROUP=heads // kv, P=packed, PAGE=key_cache.shape[2], D=size, ROWS=tile.rows, KEYS=tile.keys,
         FIXED=FIXED_KEYS // tile.keys if batch.options.deterministic else 0, CAUSAL=batch.causal, WINDOW=windowed,
@@ -165,7 +166,7 @@ def _decode(
     elif arrivals.numel() < lanes * each:
         raise ValueError(f"arrivals has {arrivals.numel()} entries, {lanes * each} are needed (arrival_counters)")
     decode_kernel[(min(programs, slots),)](
-        q, key_cache, value_cache, out, batch.page_table, batch.lanes, batch.starts, batch.contexts,
+        q, key_cache, value_cache, out, batch.page_table, *dense(batch.lanes, batch.starts, batch.contexts),
         partial, stats, arrivals, rows, lanes, batch.page_table.stride(0), q.stride(0), q.stride(1), *scales,
         KV=kv, GROUP=heads // kv, P=packed, PAGE=page, D=size, ROWS=tile.rows, TILES=tiles, KEYS=tile.keys,
         LANES=max(triton.next_power_of_2(lanes), 32),

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dscale.kernels.triton import dense
+
 ROWS = 32  # rows a program fills
 
 
@@ -55,7 +57,7 @@ def _pack(
 
 def pack(k: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See speculation/packing.py: k [N] int64 → starts [N+1], lane_of_row, column_of_row [M] int64, valid [M] bool."""
-    maps = _maps(k, rows)
+    k, maps = k.contiguous(), _maps(k, rows)
     _launch(k, rows, maps, (k,) * 8, None)
     return maps
 
@@ -74,6 +76,7 @@ def pack_rows(
     maps = _maps(k, rows)
     ids, positions, slots = torch.empty(3, rows, dtype=torch.int64, device=k.device).unbind()
     drafts = drafts if drafts.shape[1] == 0 or drafts.stride(1) == 1 else drafts.contiguous()
+    k, anchor, context, lanes = dense(k, anchor, context, lanes)
     _launch(k, rows, maps, (ids, positions, slots, anchor, drafts, context, page_table, lanes), page_size)
     return maps, (ids, positions, slots)
 

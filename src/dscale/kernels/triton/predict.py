@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dscale.kernels.triton import dense
+
 BLOCK = 128  # features at once
 
 
@@ -108,7 +110,7 @@ def predict(
     q = torch.empty(lanes, drafts + 1, dtype=torch.float32, device=values.device)
     values, log_sum_exp, entropy = values.contiguous(), log_sum_exp.contiguous(), entropy.contiguous()
     _predict[(lanes,)](
-        values, log_sum_exp, entropy, values if projected is None else projected.contiguous(), live, initial,
+        values, log_sum_exp, entropy, values if projected is None else projected.contiguous(), *dense(live, initial),
         first, first_bias, second, second_bias, q, lanes, drafts, first.shape[0], first.stride(0),
         RANKS=ranks, OF_HIDDEN=sizes[0], OF_LOGITS=sizes[1], CONFIDENCE="confidence" in groups,
         HIDDEN="hidden" in groups, LOGITS="logits" in groups, CONTEXT="context" in groups, HAZARD=hazard,

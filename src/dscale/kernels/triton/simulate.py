@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dscale.kernels.triton import dense
 from dscale.kernels.triton.sample import GOLDEN, mix
 
 ROWS = 256  # rows a program rewrites
@@ -66,6 +67,7 @@ def drawn(
     length = torch.empty(lanes, dtype=torch.int64, device=seed.device)
     q = torch.empty(lanes, width, dtype=torch.float32, device=seed.device)
     region, regions, anchors = sizes
+    seed, position = dense(seed, position)
     _drawn[(lanes,)](
         seed, position, survival, length, q, salt, REGION=region, REGION_BITS=(regions - 1).bit_length(),
         ANCHOR_BITS=(anchors - 1).bit_length(), LENGTH=ids[0], ANCHOR=ids[1], PLACE=ids[2], WIDTH=width, num_warps=1,
@@ -77,6 +79,7 @@ def rewrite(y: Tensor, drafts: Tensor, length: Tensor, lanes: Tensor, columns: T
     """`Simulation.rewrite`: y, lanes, columns [M], drafts [N, D], length [N], all int64 → [M] int64."""
     out = torch.empty_like(y)
     drafts = drafts if drafts.stride(1) == 1 else drafts.contiguous()
+    y, length, lanes, columns = dense(y, length, lanes, columns)
     _rewrite[(triton.cdiv(y.shape[0], ROWS),)](
         y, drafts, length, lanes, columns, out, y.shape[0], drafts.shape[1], drafts.stride(0), vocab, ROWS=ROWS,
         num_warps=4,
