@@ -137,7 +137,7 @@ def _launch(
     grid = (rows, triton.cdiv(heads + 2 * shape.num_kv_heads, HEADS), layers)
     _rotate_write[grid](
         fused, angles.contiguous(), q_norm if norm else fused, k_norm if norm else fused, q, keys, values,
-        slots.contiguous(), heads, shape.num_kv_heads, half, keys.shape[2], shape.norm_eps, fused.stride(0), layer_strides[0],
-        layer_strides[1], *keys.stride()[:3], layer_strides[2], *values.stride()[:3],
+        slots.contiguous(), heads, shape.num_kv_heads, half, keys.shape[2], shape.norm_eps, fused.stride(0),
+        layer_strides[0], layer_strides[1], *keys.stride()[:3], layer_strides[2], *values.stride()[:3],
         NORM=norm, INTERLEAVED=shape.interleaved, HEADS=HEADS, HALF=triton.next_power_of_2(half), num_warps=4,
     )  # fmt: skip
