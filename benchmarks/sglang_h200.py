@@ -9,8 +9,9 @@ SGLang for each arm serves all concurrencies, one after the other; every c is a 
 After --warm-steps decode steps with c requests, tokens are counted for --seconds, prefill inside the window. Steps are
 those that sglang_hooks.py writes down.
 
-Arms: off, dflash or dscale, then +BACKEND (fa3, triton, flashinfer; of dscale for prompts), +eager, +plan (SGLang's
-SGLANG_ENABLE_OVERLAP_PLAN_STREAM) and for dscale any of +POLICY (full, fixed:W, dvl), +N slots, +wide, +narrow, +pieces
+Arms: off, dflash or dscale, then +BACKEND (fa3, triton, flashinfer; of dscale for prompts), +piecewise or +breakable
+(prompt steps as graphs of SGLang's two kinds, piecewise being its default; without either they are launched kernel by
+kernel), +eager, +plan (SGLang's SGLANG_ENABLE_OVERLAP_PLAN_STREAM) and for dscale any of +POLICY (full, fixed:W, dvl), +N slots, +wide, +narrow, +pieces
 (DSCALE_GRAPHS=0: of a step its two passes alone are graphs), +wait (DSCALE_AHEAD=0) and +check (DSCALE_CHECK_RANKS=1).
 +torchnccl lets ranks speak through torch.distributed, where SGLang's own binding of NCCL fails. "dscale" is dvl at 8
 slots with an untrained predictor: its cost is real, and the trace's q take the place of what it says.
@@ -41,6 +42,8 @@ SWITCHES = {  # variables of an arm's process
     "check": ("DSCALE_CHECK_RANKS", "1"),
     "torchnccl": ("SGLANG_BENCH_TORCH_NCCL", "1"),
 }
+PREFILLS = {"piecewise": "tc_piecewise", "breakable": "breakable"}  # SGLang's names
+PREFILL_TOKENS = [64, 128, 256, 512, 768, 1024, 1536, 2048]  # captured; more are launched kernel by kernel
 RANKS = {  # variables unless they are set: no NVLink multicast, which can put a host's GPUs out of service
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -65,6 +68,8 @@ def parse_arm(text: str) -> dict[str, Any]:
             arm["backend"] = part
         elif part in LAYOUTS:
             arm["layout"] = part
+        elif part in PREFILLS:
+            arm["prefill"] = PREFILLS[part]
         elif part == "eager":
             arm["eager"] = True
         elif part.isdigit():
@@ -114,7 +119,11 @@ def engine_options(arm: dict[str, Any], args: argparse.Namespace, most: int) -> 
     if args.device == "cpu":
         options |= {"max_total_tokens": 8192, "speculative_draft_attention_backend": "triton"}
     elif not arm["eager"]:
-        options |= {"cuda_graph_max_bs_decode": most, "disable_prefill_cuda_graph": True}
+        options |= {"cuda_graph_max_bs_decode": most}
+        if arm.get("prefill"):
+            options |= {"cuda_graph_backend_prefill": arm["prefill"], "cuda_graph_bs_prefill": PREFILL_TOKENS}
+        else:
+            options |= {"disable_prefill_cuda_graph": True}
     if args.tp > 1:
         options |= NCCL_ALONE
     if arm.get("backend"):
