@@ -11,10 +11,11 @@ those that sglang_hooks.py writes down.
 
 Arms: off, dflash or dscale, then +BACKEND (fa3, triton, flashinfer; of dscale for prompts), +piecewise or +breakable
 (prompt steps as graphs of SGLang's two kinds, piecewise being its default; without either they are launched kernel by
-kernel), +eager, +plan (SGLang's SGLANG_ENABLE_OVERLAP_PLAN_STREAM) and for dscale any of +POLICY (full, fixed:W, dvl), +N slots, +wide, +narrow, +pieces
-(DSCALE_GRAPHS=0: of a step its two passes alone are graphs), +wait (DSCALE_AHEAD=0) and +check (DSCALE_CHECK_RANKS=1).
-+torchnccl lets ranks speak through torch.distributed, where SGLang's own binding of NCCL fails. "dscale" is dvl at 8
-slots with an untrained predictor: its cost is real, and the trace's q take the place of what it says.
+kernel), +eager, +plan (SGLang's SGLANG_ENABLE_OVERLAP_PLAN_STREAM) and for dscale any of +POLICY (full, fixed:W, dvl),
++N slots, +wide, +narrow, +pieces (DSCALE_GRAPHS=0: of a step its two passes alone are graphs), +wait (DSCALE_AHEAD=0)
+and +check (DSCALE_CHECK_RANKS=1). +torchnccl lets ranks speak through torch.distributed, where SGLang's own binding of
+NCCL fails. "dscale" is dvl at 8 slots with an untrained predictor: its cost is real, and the trace's q take the place
+of what it says.
 """
 
 from __future__ import annotations
