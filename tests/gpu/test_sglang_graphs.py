@@ -10,7 +10,7 @@ import torch
 from dscale.engine.graphs import CudaCapture
 from dscale.integrations.sglang.fence import Fence
 from dscale.integrations.sglang.graphs import StepGraphs
-from dscale.integrations.sglang.stages import Settled
+from dscale.integrations.sglang.stages import Settled, decided_together
 from tests.integrations.sglang_steps import BUCKETS, WIDTH, Machine, Requests, alone, padded
 from tests.integrations.test_sglang_graphs import COUNTS, POLICIES, same
 
@@ -52,6 +52,21 @@ def test_the_host_does_not_wait() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)] == []
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_first_rank_decides_is_taken_as_it_is(policy: str) -> None:
+    """It comes as columns of one message; kernels once read the neighbours of a length."""
+    alike = Machine(policy, True, "cuda", lambda drafts, k: decided_together(drafts, k, torch.clone))
+    plain = Machine(policy, True, "cuda")
+    requests = Requests(plain.device)
+    for count in COUNTS:
+        lanes = requests.some(count)
+        made = alike.step(alone(lanes))
+        assert same(made, plain.step(alone(lanes)))
+        assert torch.equal(alike.written, plain.written)
+        requests.move(lanes, made)
 
 
 def test_a_fence_holds_the_stream_back_and_not_the_host() -> None:

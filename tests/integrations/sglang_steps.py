@@ -10,7 +10,7 @@ from torch import Tensor
 from dscale.integrations.sglang.drafts import Drafts, Head
 from dscale.integrations.sglang.graphs import lane_memory
 from dscale.integrations.sglang.settings import Settings
-from dscale.integrations.sglang.stages import Lanes, Settled, Stages
+from dscale.integrations.sglang.stages import Agree, Lanes, Settled, Stages
 from dscale.kernels.top_logits import argmax
 from dscale.speculation.simulated import SimulatedAcceptance
 
@@ -21,7 +21,8 @@ BUCKETS = (1, 2, 4, 6)
 class Machine:
     """Both models are sums of rows of a table, by token, position and cache slot. `written` is the drafter's cache."""
 
-    def __init__(self, policy: str, simulated: bool, device: str) -> None:
+    def __init__(self, policy: str, simulated: bool, device: str, agree: Agree | None = None) -> None:
+        self.agree = agree
         generator = torch.Generator().manual_seed(5)
         self.device = torch.device(device)
         self.rows_of = torch.randn(VOCAB, SIZE, generator=generator).to(device)
@@ -37,7 +38,7 @@ class Machine:
         """One decode step."""
         block = self.stages.block(lanes)
         hidden = self._rows(block.ids, block.positions, block.slots).view(lanes.count, WIDTH, SIZE)
-        decision = self.stages.decide(hidden + self.rows_of[lanes.anchor][:, None], lanes)
+        decision = self.stages.decide(hidden + self.rows_of[lanes.anchor][:, None], lanes, self.agree)
         flat = decision.flat
         logits = self._rows(flat.ids, flat.positions, flat.slots) @ self.stages.drafts.head.weight.T
         settled = self.stages.settle(argmax(logits), decision, lanes.context)

@@ -20,6 +20,12 @@ from dscale.speculation.simulated import Simulation
 Agree = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # drafts [N, W-1] and k [N] that every rank takes
 
 
+def decided_together(drafts: Tensor, k: Tensor, send: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Drafts [N, W-1] and k [N] of the first rank, in one message: send gives every rank that of the first."""
+    decided = send(torch.cat([drafts, k[:, None]], dim=1))
+    return decided[:, :-1], decided[:, -1]
+
+
 @dataclass(frozen=True)
 class Lanes:
     """Inputs of a step, one entry a lane. anchor, context (tokens committed), rows (of SGLang's request table) and

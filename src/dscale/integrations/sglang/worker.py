@@ -39,7 +39,7 @@ from dscale.integrations.sglang.graphs import Rerun, StepGraphs
 from dscale.integrations.sglang.passes import Passes, backend_of
 from dscale.integrations.sglang.ranks import RankCheck
 from dscale.integrations.sglang.settings import Settings
-from dscale.integrations.sglang.stages import Decision, Lanes, Settled, Stages
+from dscale.integrations.sglang.stages import Decision, Lanes, Settled, Stages, decided_together
 from dscale.integrations.sglang.verify import RaggedVerifyInput, Requests, choose, greedy
 from dscale.models.drafter_config import read_drafter_config
 from dscale.speculation.transfer import place_tensor
@@ -245,8 +245,8 @@ class DScaleWorker(DFlashWorkerV2):
     def _agree(self, drafts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rank 0 decides drafts and lengths for all."""
         assert self.group is not None
-        decided = self.group.broadcast(torch.cat([drafts, k[:, None]], dim=1), src=0)
-        return decided[:, :-1], decided[:, -1]
+        group = self.group
+        return decided_together(drafts, k, lambda message: group.broadcast(message, src=0))
 
     def _compare(self, batch: Any, lanes: Lanes, settled: Settled) -> None:
         """With DSCALE_CHECK_RANKS on several ranks: they all made this of the step, or RanksDiffer."""
