@@ -102,8 +102,10 @@ def test_texts_are_those_of_plain_decoding(pair: Path, expected: list[list[int]]
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a core for each rank")
-def test_two_ranks_give_the_same_text(pair: Path, expected: list[list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["0", "interpret"])  # plain torch; Triton's interpreter
+def test_two_ranks_give_the_same_text(pair: Path, expected: list[list[int]], tmp_path: Path, kernels: str) -> None:
     settings = {"DSCALE_POLICY": "dvl", "DSCALE_SLOTS": "4", "DSCALE_PREDICTOR": "random", "DSCALE_CHECK_RANKS": "1"}
+    settings["DSCALE_TRITON"] = kernels
     made = run(pair, tmp_path, rounds_for(expected)[:3], 2, SGLANG_CPU_OMP_THREADS_BIND="0|1", **settings)
     check_greedy(made, expected)
     assert all(len(one["ids"]) == TOKENS + 3 * i for i, one in enumerate(made["rounds"][2]))  # sampled

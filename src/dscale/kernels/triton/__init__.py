@@ -25,7 +25,11 @@ def dense(*vectors: Tensor) -> list[Tensor]:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether a Triton kernel works on this tensor: on CUDA, no gradient wanted, and DSCALE_TRITON is not 0."""
-    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    """Whether a Triton kernel works on this tensor: on CUDA, no gradient wanted, and DSCALE_TRITON is not 0.
+
+    DSCALE_TRITON=interpret, beside TRITON_INTERPRET=1: on a CPU too, to test what surrounds the kernels.
+    """
+    wanted = os.environ.get("DSCALE_TRITON", "1")
+    if not (x.is_cuda or wanted == "interpret") or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return os.environ.get("DSCALE_TRITON", "1") != "0" and available()
+    return wanted != "0" and available()
