@@ -1,12 +1,12 @@
 """compute-sanitizer over small cases of every Triton kernel, and over a tiny engine.
 
     python benchmarks/gpu_sanitize.py --out gpu_sanitize.json
-    python benchmarks/gpu_sanitize.py --tools memcheck --seconds 200 --sanitizer /opt/cuda/bin/compute-sanitizer
+    python benchmarks/gpu_sanitize.py --tools initcheck --parts 3 --seconds 200 --sanitizer /opt/cuda/bin/compute-sanitizer
 
 Tools: memcheck (out of bounds, misaligned), initcheck (read before written), racecheck (shared memory),
 synccheck (barriers). torch's caching of memory is off, so that what lies past a tensor is not another tensor's. The
-cases run in a child process; each says when it is through, so that a tool which runs out of time still tells what it
-has seen. Where compute-sanitizer is not installed the cases run plainly, and the record says so. Exit code 1: errors.
+cases run in a child process, or in --parts of them at a time, each with its share; each case says when it is through,
+so that a tool which runs out of time still tells what it has seen. Where compute-sanitizer is not installed the cases run plainly, and the record says so. Exit code 1: errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,13 @@ def cases() -> dict[str, Callable[[], Any]]:
     return made
 
 
-def child() -> None:
-    """Run all cases, one line each."""
+def child(part: int, parts: int) -> None:
+    """Run this part of the cases, one line each."""
     import torch
 
     torch.manual_seed(0)
     with torch.no_grad():
-        for name, run in cases().items():
+        for name, run in list(cases().items())[part::parts]:
             began = time.perf_counter()
             try:
                 run()
@@ -119,9 +120,28 @@ def summary(output: str) -> dict[str, Any]:
     }
 
 
-def run(tool: str | None, sanitizer: str | None, seconds: float) -> dict[str, Any]:
-    """One tool over the child, or the child alone."""
-    command = [sys.executable, __file__, "--child"]
+def run_parts(tool: str | None, sanitizer: str | None, seconds: float, parts: int) -> dict[str, Any]:
+    """All parts of the cases at a time, as one result."""
+    with ThreadPoolExecutor(parts) as pool:
+        return together(list(pool.map(lambda part: run(tool, sanitizer, seconds, part, parts), range(parts))))
+
+
+def together(made: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of the parts' results; errors are not known where they are not of a part."""
+    errors = [one["errors"] for one in made]
+    return {
+        "ok": sum(one["ok"] for one in made),
+        "failed": [name for one in made for name in one["failed"]],
+        "errors": None if None in errors else sum(errors),
+        "reports": [line for one in made for line in one["reports"]],
+        "out_of_time": any(one["out_of_time"] for one in made),
+        "seconds": max(one["seconds"] for one in made),
+    } | {"output": one["output"] for one in made if "output" in one}
+
+
+def run(tool: str | None, sanitizer: str | None, seconds: float, part: int, parts: int) -> dict[str, Any]:
+    """One tool over a child, or the child alone."""
+    command = [sys.executable, __file__, "--child", f"{part}/{parts}"]
     if tool is not None:
         assert sanitizer is not None
         command = [sanitizer, "--tool", tool, "--print-limit", "20", *command]
@@ -146,10 +166,11 @@ def main() -> int:
     parser.add_argument("--sanitizer", default=None, help="path of compute-sanitizer")
     parser.add_argument("--seconds", type=float, default=140.0, help="for each tool")
     parser.add_argument("--out", type=Path, default=None, help="JSON record")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", type=int, default=1, help="processes at a time")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child()
+        child(*map(int, args.child.split("/")))
         return 0
     import torch
 
@@ -160,7 +181,7 @@ def main() -> int:
     if sanitizer is None:
         print("compute-sanitizer is not installed here: the cases run without it")
     for tool in args.tools.split(",") if sanitizer else [None]:
-        row = record["tools"][tool or "none"] = run(tool, sanitizer, args.seconds)
+        row = record["tools"][tool or "none"] = run_parts(tool, sanitizer, args.seconds, args.parts)
         print(f"{tool or 'plain'}: {row['ok']} cases ok, failed {row['failed']}, errors {row['errors']}")
         print("\n".join(row["reports"][:20]) or row.get("output", ""), flush=True)
         if args.out is not None:

@@ -29,6 +29,16 @@ def test_errors_are_counted(sanitize: ModuleType) -> None:
     assert (clean["errors"], clean["reports"]) == (0, [])
 
 
+def test_parts_are_one_result(sanitize: ModuleType) -> None:
+    one = {"ok": 2, "failed": [], "errors": 0, "reports": [], "out_of_time": False, "seconds": 3.0}
+    two = one | {"ok": 1, "failed": ["draw: no"], "errors": 1, "reports": ["="], "seconds": 5.0, "output": "text"}
+    made = sanitize.together([one, two])
+    assert (made["ok"], made["failed"], made["errors"], made["seconds"]) == (3, ["draw: no"], 1, 5.0)
+    assert (made["reports"], made["output"], made["out_of_time"]) == (["="], "text", False)
+    late = sanitize.together([one, two | {"errors": None, "out_of_time": True}])
+    assert (late["errors"], late["out_of_time"]) == (None, True)
+
+
 def test_the_tool_is_found_where_given(sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sanitize, "PLACES", ())
