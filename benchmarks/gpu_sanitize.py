@@ -1,12 +1,13 @@
 """compute-sanitizer over small cases of every Triton kernel, and over a tiny engine.
 
     python benchmarks/gpu_sanitize.py --out gpu_sanitize.json
-    python benchmarks/gpu_sanitize.py --tools initcheck --parts 3 --seconds 200 --sanitizer /opt/cuda/bin/compute-sanitizer
+    python benchmarks/gpu_sanitize.py --tools initcheck --parts 3 --seconds 200 --sanitizer CUDA/bin/compute-sanitizer
 
 Tools: memcheck (out of bounds, misaligned), initcheck (read before written), racecheck (shared memory),
 synccheck (barriers). torch's caching of memory is off, so that what lies past a tensor is not another tensor's. The
 cases run in a child process, or in --parts of them at a time, each with its share; each case says when it is through,
-so that a tool which runs out of time still tells what it has seen. Where compute-sanitizer is not installed the cases run plainly, and the record says so. Exit code 1: errors.
+so that a tool which runs out of time still tells what it has seen. Where compute-sanitizer is not installed the cases
+run plainly, and the record says so. Exit code 1: errors.
 """
 
 from __future__ import annotations
@@ -128,15 +129,16 @@ def run_parts(tool: str | None, sanitizer: str | None, seconds: float, parts: in
 
 def together(made: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One result of the parts' results; errors are not known where they are not of a part."""
-    errors = [one["errors"] for one in made]
-    return {
+    errors, outputs = [one["errors"] for one in made], [one["output"] for one in made if "output" in one]
+    found = {
         "ok": sum(one["ok"] for one in made),
         "failed": [name for one in made for name in one["failed"]],
         "errors": None if None in errors else sum(errors),
         "reports": [line for one in made for line in one["reports"]],
         "out_of_time": any(one["out_of_time"] for one in made),
         "seconds": max(one["seconds"] for one in made),
-    } | {"output": one["output"] for one in made if "output" in one}
+    }
+    return found | ({"output": outputs[-1]} if outputs else {})
 
 
 def run(tool: str | None, sanitizer: str | None, seconds: float, part: int, parts: int) -> dict[str, Any]:
