@@ -152,7 +152,7 @@ def test_every_rank_replays_captured_prefills(pairs, tmp_path: Path, monkeypatch
     capture_prefills(monkeypatch.setattr)
     shared = build(pairs["even"], "full", tensor_parallel=2, check_ranks=True, **options)
     together = shared.generate(prompt_token_ids=rows, sampling_params=params)
-    assert set(shared.engine.worker.prefills._captured) == {64}
+    assert set(shared.engine.worker.prefills._captured) == {(64, True)}
     for want, have in zip(alone, together, strict=True):
         assert have.outputs[0].token_ids == want.outputs[0].token_ids
         scores = [[one.logprob for one in output.prompt_logprobs[1:]] for output in (want, have)]

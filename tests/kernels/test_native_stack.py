@@ -51,3 +51,30 @@ def test_stack_equals_its_layers(family, changes, dtype, tiny_target):
     assert torch.equal(taps, plain_taps)
     assert torch.equal(first, second)
     assert not torch.equal(first, cache)
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.skipif(
+    not native.status().startswith("loaded"), reason=f"native kernels: {native.status()}"))])  # fmt: skip
+@pytest.mark.parametrize("taps", [(), (0, 2, 3), (1, 4)], ids=["no taps", "taps before", "the last layer tapped"])
+def test_filling_the_cache_leaves_out_what_only_hidden_rows_need(packed, taps, tiny_target):
+    torch.manual_seed(2)
+    target: Target = tiny_target("qwen3")
+    config: DecoderConfig = tiny_config("qwen3").decoder
+    assert config.num_layers == 5
+    if packed:
+        pack_weights(target, None)
+        assert target.stack.native is not None
+    batch = ragged([3, 1, 7, 16], [20, 0, 33, 5], pages=40)
+    table = rotary_table(config.rope, config.head_dim, 64, torch.device("cpu"))
+    cache = torch.randn(config.num_layers, 2, 40, config.num_kv_heads, 16, config.head_dim)
+    ids = torch.randint(0, config.vocab_size, (27,))
+    fed: list[int] = []
+    target.stack.blocks[-1].down.register_forward_hook(lambda *_: fed.append(1))
+    with torch.inference_mode():
+        first, second = cache.clone(), cache.clone()
+        filled = target.fill(ids, PagedAttention(config, first, table, batch), taps)
+        assert fed == ([1] if taps[-1:] == (4,) and not packed else [])
+        _, tapped = target(ids, PagedAttention(config, second, table, batch), taps)
+    assert torch.equal(first, second)
+    assert not torch.equal(first[-1], cache[-1])
+    assert (filled is None and tapped is None) if not taps else torch.equal(filled, tapped)

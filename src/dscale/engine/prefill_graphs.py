@@ -95,45 +95,49 @@ class PrefillRunner:
 
     def __post_init__(self) -> None:
         self.sizes = capacities(self.most)
-        self._captured: dict[int, tuple[PrefillInput, Tensor, Callable[[], None]]] = {}
+        self._captured: dict[tuple[int, bool], tuple[PrefillInput, Tensor, Callable[[], None]]] = {}
 
     @torch.inference_mode()
-    def run(self, ids: Sequence[int], pieces: Sequence[Piece]) -> list[Tensor]:
-        """Hidden rows [length, H] of each piece, valid until the next run. Pieces hold at most `most` rows together."""
+    def run(self, ids: Sequence[int], pieces: Sequence[Piece], wanted: bool = False) -> list[Tensor]:
+        """Hidden rows [length, H] of each piece where wanted, valid until the next run; else nothing. Pieces hold at
+        most `most` rows together."""
         hidden: list[Tensor] = []
         done = 0
         for first in range(0, len(pieces), LANES):
             some = pieces[first : first + LANES]
             lengths = [length for _, _, length in some]
             total = sum(lengths)
-            given, rows, replay = self._find(next(size for size in self.sizes if size >= total))
+            given, rows, replay = self._find(next(size for size in self.sizes if size >= total), wanted)
             given.load(ids[done : done + total], some, self.state.scratch_row)
             done += total
             replay()
+            if not wanted:
+                continue
             parts = rows[:total].split(lengths)
             hidden += parts if len(pieces) <= LANES else [part.clone() for part in parts]
         return hidden
 
     def prepare(self) -> GraphCounters:
-        """Capture every capacity, the largest first."""
+        """Capture every capacity, the largest first; those with hidden rows when they are first needed."""
         for size in reversed(self.sizes):
-            self._find(size)
+            self._find(size, False)
         logging.getLogger("dscale").info("prefill: %s", self.counters)
         return self.counters
 
-    def _find(self, capacity: int) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
-        if capacity not in self._captured:
-            self._captured[capacity] = self._capture(capacity)
-        return self._captured[capacity]
+    def _find(self, capacity: int, wanted: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+        if (capacity, wanted) not in self._captured:
+            self._captured[capacity, wanted] = self._capture(capacity, wanted)
+        return self._captured[capacity, wanted]
 
     @torch.inference_mode()
-    def _capture(self, capacity: int) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+    def _capture(self, capacity: int, wanted: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
         given = PrefillInput.of(capacity, self.state.length.device)
         given.load([], [], self.state.scratch_row)
         longest = self.state.page_table.shape[1] * PAGE_SIZE
 
         def run() -> Tensor:
-            return prefill(self.state, self.models, given.rows[0], given.batch(self.state, self.models, longest))
+            batch = given.batch(self.state, self.models, longest)
+            return prefill(self.state, self.models, given.rows[0], batch, wanted)
 
         with self.counters.counting(self.backend):
             hidden, replay = self.backend.capture(run)

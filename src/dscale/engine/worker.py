@@ -223,15 +223,17 @@ class Worker:
         """Put chunks through the target."""
         self.bind([chunk.request for chunk in chunks])
         ids = [token for chunk in chunks for token in chunk.tokens]
-        self._everywhere("run_prefill", ids, [(chunk.request.row, chunk.start, chunk.length) for chunk in chunks])
+        scored = any(chunk.request.params.prompt_logprobs is not None for chunk in chunks)
+        pieces = [(chunk.request.row, chunk.start, chunk.length) for chunk in chunks]
+        self._everywhere("run_prefill", ids, pieces, scored)
 
-    def run_prefill(self, ids: Sequence[int], pieces: Sequence[Piece]) -> None:
-        """Token ids of all pieces through the target. On every rank."""
+    def run_prefill(self, ids: Sequence[int], pieces: Sequence[Piece], scored: bool) -> None:
+        """Token ids of all pieces through the target; scored: `score` will ask for their rows. On every rank."""
         if self.prefills is not None:
-            self._hidden = self.prefills.run(ids, pieces)
+            self._hidden = self.prefills.run(ids, pieces, scored)
             return
-        hidden = prefill(self.state, self.models, self._integers(ids), self._prefill_batch(pieces))
-        self._hidden = list(hidden.split([length for _, _, length in pieces]))
+        hidden = prefill(self.state, self.models, self._integers(ids), self._prefill_batch(pieces), scored)
+        self._hidden = list(hidden.split([length for _, _, length in pieces])) if scored else []
 
     @guarded
     def score(self, chunk: int, first: int, ids: Sequence[int], count: int) -> RowLogprobs:

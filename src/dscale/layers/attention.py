@@ -48,9 +48,13 @@ class PagedAttention(Attention):
         self.angles = table[batch.positions]
         self.scale = config.head_dim**-0.5
 
-    def __call__(self, layer: int, qkv: Tensor, norms: HeadNorms) -> Tensor:
+    def write(self, layer: int, qkv: Tensor, norms: HeadNorms) -> Tensor:
+        """Keys and values of a layer to the cache; returns the rotated queries [R, heads, d]."""
         keys, values = self.cache[layer]
-        q = split_rotate_write(qkv, self.angles, self.shape, keys, values, self.batch.slots, norms.q, norms.k)
+        return split_rotate_write(qkv, self.angles, self.shape, keys, values, self.batch.slots, norms.q, norms.k)
+
+    def __call__(self, layer: int, qkv: Tensor, norms: HeadNorms) -> Tensor:
+        q, (keys, values) = self.write(layer, qkv, norms), self.cache[layer]
         batch = self.batch
         if self.config.causal_layers:
             batch = replace(batch, causal=self.config.causal_layers[layer])

@@ -6,6 +6,7 @@ Families differ by flags of DecoderConfig (qkv bias, per-head norms, windows, ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,8 @@ from dscale.kernels.norm import add_rms_norm, rms_norm
 from dscale.layers.attention import Attention, HeadNorms, PagedAttention
 from dscale.layers.linear import Linear
 from dscale.layers.ranks import ALONE, JoinedHead, Ranks, SummedLinear
+
+NativeRun = Callable[..., tuple[Tensor, Tensor | None]]  # of rows: NativeStack.run over a cache
 
 
 class Norm(nn.Module):
@@ -129,23 +132,50 @@ class DecoderStack(nn.Module):
 
     def forward(self, x: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Rows x [R, H] → (hidden [R, H] after the final norm, taps [R, T·H] side by side or None)."""
-        outputs: list[Tensor] = []
-        if (
-            self.native is not None
-            and isinstance(attend, PagedAttention)
-            and attend.cache.dtype is x.dtype  # it reads no other
-            and native.usable(x)
-        ):
-            return self.native.run(x, attend.cache, attend.angles, attend.batch, taps)
-        blocks = self.blocks
+        run = self._natively(x, attend)
+        if run is not None:
+            return run(x, taps=taps)
+        normed, tapped = self._through(x, attend, taps, len(self.layers))
+        return normed, _side_by_side(tapped)
+
+    def fill(self, x: Tensor, attend: PagedAttention, taps: tuple[int, ...] = ()) -> Tensor | None:
+        """As forward, for the cache and the taps alone, which it returns: what the last layer makes of its keys and
+        values is not computed."""
+        last = len(self.layers) - 1
+        if last in taps:
+            return self(x, attend, taps)[1]
+        run = self._natively(x, attend)
+        if run is not None:
+            return run(x, taps=taps, hidden=False)[1]
+        normed, tapped = self._through(x, attend, taps, last)
+        block = self.blocks[last]
+        attend.write(last, block.qkv(normed), block.head_norms())
+        return _side_by_side(tapped)
+
+    def _through(self, x: Tensor, attend: Attention, taps: tuple[int, ...], count: int) -> tuple[Tensor, list[Tensor]]:
+        """Rows through the first `count` layers: normed for what follows them, and the taps among them."""
+        blocks, tapped = self.blocks, []
         residual, normed = x, blocks[0].input_norm(x)
-        for index, layer in enumerate(blocks):
+        for index, layer in enumerate(blocks[:count]):
             fed, residual = layer.attend_and_feed(index, normed, residual, attend)
             following = blocks[index + 1].input_norm if index + 1 < len(blocks) else self.norm
             normed, residual = following.add(fed, residual)
             if index in taps:
-                outputs.append(residual)
-        return normed, torch.cat(outputs, dim=-1) if outputs else None
+                tapped.append(residual)
+        return normed, tapped
+
+    def _natively(self, x: Tensor, attend: Attention) -> NativeRun | None:
+        """The CPU kernel over the cache of `attend`, where it can run these rows."""
+        native_stack = self.native
+        if native_stack is None or not isinstance(attend, PagedAttention) or not native.usable(x):
+            return None
+        if attend.cache.dtype is not x.dtype:  # it reads no other
+            return None
+        return partial(native_stack.run, cache=attend.cache, angles=attend.angles, batch=attend.batch)
+
+
+def _side_by_side(tapped: list[Tensor]) -> Tensor | None:
+    return torch.cat(tapped, dim=-1) if tapped else None
 
 
 class Target(nn.Module):
@@ -179,6 +209,10 @@ class Target(nn.Module):
     def forward(self, ids: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Ids [R] → (hidden [R, H] after the final norm, taps [R, T·H] or None). Logits: `logits(hidden)`."""
         return self.stack(self.embed(ids), attend, taps)
+
+    def fill(self, ids: Tensor, attend: PagedAttention, taps: tuple[int, ...] = ()) -> Tensor | None:
+        """Ids [R] into the cache that `attend` writes; the taps [R, T·H] or None. See DecoderStack.fill."""
+        return self.stack.fill(self.embed(ids), attend, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [R, H] → logits [R, V] in the model's dtype."""

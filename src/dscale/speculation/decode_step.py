@@ -171,10 +171,14 @@ def write_draft_context(models: Models, taps: Tensor | None, batch: RaggedBatch)
 
 
 @torch.inference_mode()
-def prefill(state: DeviceState, models: Models, ids: Tensor, batch: RaggedBatch) -> Tensor:
-    """Prompt rows through the target, both caches written; returns hidden [R, H]. No token is drawn here: the last
-    prompt token is the first anchor, so the first output token comes from a decode step like every other."""
+def prefill(state: DeviceState, models: Models, ids: Tensor, batch: RaggedBatch, hidden: bool = False) -> Tensor:
+    """Prompt rows through the target, both caches written. No token is drawn here: the last prompt token is the first
+    anchor, so the first output token comes from a decode step like every other. So what the last layer makes of its
+    keys is computed only where `hidden` asks for it: hidden rows [R, H], else [0, H]."""
     attend = PagedAttention(models.target.config.decoder, models.target_cache, models.target_table, batch)
-    hidden, taps = models.target(ids, attend, models.taps)
+    if hidden:
+        rows, taps = models.target(ids, attend, models.taps)
+    else:
+        rows, taps = models.target.embedding[:0], models.target.fill(ids, attend, models.taps)
     write_draft_context(models, taps, batch)
-    return hidden
+    return rows

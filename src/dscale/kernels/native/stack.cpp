@@ -69,6 +69,7 @@ static void run_stack(const DscaleStack* s, const DscaleRows* b) {
         dscale_linear(normed, w.qkv, w.qkv_bias, qkv, rows, fused, hidden, bf16, threads);
         dscale_split_rotate_write(qkv, b->angles, w.q_norm, w.k_norm, keys, values, b->page_stride, b->page_size,
                                   b->slots, q, rows, s->heads, s->kv, s->size, int(s->interleaved), s->eps, bf16, threads);
+        if (i + 1 == s->count && !b->out) return;  // only the cache and the taps are wanted
         dscale_attention(q, keys, values, mixed, b->table, b->lanes, b->starts, b->contexts, rows, b->lane_count,
                          s->heads, s->kv, s->size, b->page_size, b->page_stride, b->table_stride,
                          int(w.causal < 0 ? b->causal : w.causal), w.window, s->scale, bf16, threads);

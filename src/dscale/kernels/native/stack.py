@@ -84,20 +84,23 @@ class NativeStack:
         return None
 
     def run(
-        self, x: Tensor, cache: Tensor, angles: Tensor, batch: RaggedBatch, taps: tuple[int, ...]
+        self, x: Tensor, cache: Tensor, angles: Tensor, batch: RaggedBatch, taps: tuple[int, ...], hidden: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows x [R, H] → (hidden [R, H], taps [R, T·H] or None); cache [layers, 2, pages, kv, page, d] is written."""
+        """Rows x [R, H] → (hidden [R, H], taps [R, T·H] or None); cache [layers, 2, pages, kv, page, d] is written.
+
+        hidden False, for taps before the last layer: it ends with that layer's keys and values, and hidden is x.
+        """
         if x.dtype is not self.dtype or cache.dtype is not self.dtype:
             require(False, f"native decoder: rows {x.dtype} and cache {cache.dtype}, packed for {self.dtype}")
         x = x.contiguous()
-        rows, hidden = x.shape
-        out = torch.empty_like(x)
-        tapped = x.new_empty(rows, len(taps) * hidden) if taps else None
+        rows, size = x.shape
+        out = torch.empty_like(x) if hidden else x
+        tapped = x.new_empty(rows, len(taps) * size) if taps else None
         scratch = x.new_empty(self._scratch_size(byref(self._stack), rows))
         tap_layers = (c_int64 * max(len(taps), 1))(*taps)
         work = RowPointers(
-            x.data_ptr(), out.data_ptr(), None if tapped is None else tapped.data_ptr(), cache.data_ptr(),
-            scratch.data_ptr(), addressof(tap_layers), angles.data_ptr(), batch.slots.data_ptr(),
+            x.data_ptr(), out.data_ptr() if hidden else None, None if tapped is None else tapped.data_ptr(),
+            cache.data_ptr(), scratch.data_ptr(), addressof(tap_layers), angles.data_ptr(), batch.slots.data_ptr(),
             batch.lanes.data_ptr(), batch.starts.data_ptr(), batch.contexts.data_ptr(), batch.page_table.data_ptr(),
             len(taps), rows, batch.lanes.shape[0], cache.shape[4], cache.stride(2), cache.stride(0), cache.stride(1),
             batch.page_table.stride(0), batch.causal, torch.get_num_threads(),
