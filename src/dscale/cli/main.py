@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -54,6 +55,10 @@ def run() -> None:
     """Entry point of the `dscale` command."""
     try:
         app()
+    except SystemExit as end:
+        if not end.code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _leave()
+        raise
     except InputError as error:
         sys.stderr.write(f"dscale: {error}\n")
         raise SystemExit(2) from None
@@ -63,6 +68,14 @@ def run() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("dscale: interrupted\n")
         raise SystemExit(130) from None
+
+
+def _leave() -> None:
+    """End a process of torchrun that is through, without taking the interpreter down: now and then a thread of its
+    group outlives the group and aborts it then, and a run that wrote everything would have failed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
