@@ -132,6 +132,35 @@ def _clear(out, first, rows, step, HEADS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _keep(partial, stats, slot, top, total, mixed, ROWS: tl.constexpr, D: tl.constexpr):
+    """Leave (m, l, a) of a piece in its slot."""
+    row = tl.arange(0, ROWS)
+    wide = row.to(tl.int64)  # partial may have more than 2^31 elements
+    tl.store(partial + (slot * ROWS + wide)[:, None] * D + tl.arange(0, D)[None, :], mixed)
+    tl.store(stats + slot * (2 * ROWS) + row, top)
+    tl.store(stats + slot * (2 * ROWS) + ROWS + row, total)
+
+
+@triton.jit
+def _merge_pieces(partial, stats, pieces, first_slot, later, step, ROWS: tl.constexpr, D: tl.constexpr):
+    """(l, a) of a unit from its pieces in their order: the first one's slot, then later + step, later + 2 · step, …"""
+    AHEAD: tl.constexpr = 3 if ROWS * D <= 128 * 128 else 1  # loads on their way: what fits into shared memory
+    row = tl.arange(0, ROWS)
+    wide = row.to(tl.int64)
+    top = tl.full([ROWS], EMPTY, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, D], tl.float32)
+    for piece in tl.range(0, pieces, num_stages=AHEAD):
+        slot = tl.where(piece == 0, first_slot, later + piece * step)
+        top2 = tl.load(stats + slot * (2 * ROWS) + row, cache_modifier=".cg")
+        total2 = tl.load(stats + slot * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
+        there = (slot * ROWS + wide)[:, None] * D + tl.arange(0, D)[None, :]
+        mixed2 = tl.load(partial + there, cache_modifier=".cg")
+        top, total, mixed = _merge(top, total, mixed, top2, total2, mixed2)
+    return total, mixed
+
+
+@triton.jit
 def _snap(place, total, through, work, tiles, lane_range, LEAST: tl.constexpr):
     """A bound of the line of work, moved to the nearer end of its unit where it would cut off under LEAST key tiles."""
     mine = lane_range == tl.sum((through <= place).to(tl.int32))
@@ -169,7 +198,6 @@ def decode_kernel(
     end.
     """
     HEADS: tl.constexpr = KV * GROUP // P
-    AHEAD: tl.constexpr = 3 if ROWS * D <= 128 * 128 else 1  # of the merge: what fits into shared memory
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane_range = tl.arange(0, LANES)
     exists = lane_range < lane_count
@@ -235,25 +263,12 @@ def decode_kernel(
         if pieces == 1:
             _store(out, to, live, total_weight, mixed, value_scale, D)
         else:
-            row = tl.arange(0, ROWS)
-            wide = row.to(tl.int64)  # partial may have more than 2^31 elements
-            tl.store(partial + (slot * ROWS + wide)[:, None] * D + element[None, :], mixed)
-            tl.store(stats + slot * (2 * ROWS) + row, top)
-            tl.store(stats + slot * (2 * ROWS) + ROWS + row, total_weight)
+            _keep(partial, stats, slot, top, total_weight, mixed, ROWS, D)
             tl.debug_barrier()  # all threads' stores come before the arrival
             arrival = arrivals + (lane * TILES + tile) * HEADS + head
             if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
                 tl.debug_barrier()
-                top = tl.full([ROWS], EMPTY, tl.float32)
-                total_weight = tl.zeros([ROWS], tl.float32)
-                mixed = tl.zeros([ROWS, D], tl.float32)
-                for piece in tl.range(0, pieces, num_stages=AHEAD):
-                    other = tl.where(piece == 0, first_slot, later + piece * step)
-                    top2 = tl.load(stats + other * (2 * ROWS) + row, cache_modifier=".cg")
-                    total2 = tl.load(stats + other * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
-                    there = (other * ROWS + wide)[:, None] * D + element[None, :]
-                    mixed2 = tl.load(partial + there, cache_modifier=".cg")
-                    top, total_weight, mixed = _merge(top, total_weight, mixed, top2, total2, mixed2)
+                total_weight, mixed = _merge_pieces(partial, stats, pieces, first_slot, later, step, ROWS, D)
                 _store(out, to, live, total_weight, mixed, value_scale, D)
                 tl.store(arrival, 0)
     _clear(out, tl.load(starts + lane_count).to(tl.int32) + program, rows, programs, KV * GROUP, D)
