@@ -6,12 +6,14 @@ import asyncio
 import queue
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import httpx
 import uvicorn
 
 from dscale.engine.llm import LLM
@@ -37,6 +39,9 @@ from dscale.serve.service import Service
 from dscale.serve.settings import ServerSettings
 from tests.engine.pairs import make_llm, tiny_drafter, tiny_target
 
+CHAT = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 TEMPLATE = (
     "{% if tools %}tools {{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -229,3 +234,14 @@ def live(service: Service) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+def post(url: str, path: str, body, **options) -> httpx.Response:
+    return httpx.post(url + path, json=body, timeout=20, **options)
+
+
+def wait_for(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
