@@ -14,7 +14,9 @@ ABORTS = (
 )
 
 
-@pytest.mark.parametrize(("processes", "argument", "code"), [("2", "--help", 0), ("1", "--help", -6), ("2", "-x", -6)])
+@pytest.mark.parametrize(
+    ("processes", "argument", "code"), [("2", "--help", 0), ("1", "--help", -6), ("", "--help", -6), ("2", "-x", -6)]
+)
 def test_one_of_several_processes_ends_without_taking_the_interpreter_down(
     processes: str, argument: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ def run() -> None:
     try:
         app()
     except SystemExit as end:
-        if not end.code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not end.code and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
             _leave()
         raise
     except InputError as error:
