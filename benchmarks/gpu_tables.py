@@ -73,16 +73,20 @@ def _mean(cells: Sequence[dict[str, Any]], name: str) -> str:
     return f"{statistics.geometric_mean(ratios):.2f}×{of}"
 
 
+def fixed_rates(arms: dict[str, Any], flags: str = "") -> dict[str, float]:
+    """Tokens/s of the arms that auto is held against, where they ran: whole blocks and 8 slots, with these flags."""
+    names = (f"full{flags}", f"dvl@8{flags}", f"dvl{flags}")
+    return {name: value for name in names if (value := rate(arms.get(name))) is not None}
+
+
 def auto_over_best(cells: Sequence[dict[str, Any]]) -> list[str]:
     """auto over the better of full and dvl@8 of the same call; other budgets do not count."""
     lines = []
     for cell in cells:
         for name in [name for name in cell["arms"] if name.partition("+")[0] == "auto"]:
-            auto, flags = cell["arms"][name], name.removeprefix("auto")
-            call = [one for one in cell["arms"] if cell["arms"][one].get("call") == auto.get("call")]
-            names = [one for one in (f"full{flags}", f"dvl@8{flags}", f"dvl{flags}") if one in call]
-            known = {one: value for one in names if (value := rate(cell["arms"][one])) is not None}
-            value = rate(auto)
+            auto = cell["arms"][name]
+            call = {other: arm for other, arm in cell["arms"].items() if arm.get("call") == auto.get("call")}
+            known, value = fixed_rates(call, name.removeprefix("auto")), rate(auto)
             if value is None or not known:
                 continue
             best = max(known, key=lambda one: known[one])

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_tables import cell_tables
+from gpu_tables import cell_tables, fixed_rates, rate
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -284,9 +284,8 @@ def compare(arms: dict[str, Any]) -> None:
 
 def auto_over_best(arms: dict[str, Any]) -> float | None:
     """Median tokens per second of auto over the best of full and dvl at 8 slots; None where one is not there."""
-    fixed = [arms[name]["tokens_per_s"] for name in ("full", "dvl", "dvl@8") if "tokens_per_s" in arms.get(name, {})]
-    auto = arms.get("auto", {}).get("tokens_per_s")
-    return auto / max(fixed) if auto is not None and fixed else None
+    fixed, auto = fixed_rates(arms), rate(arms.get("auto"))
+    return auto / max(fixed.values()) if auto is not None and fixed else None
 
 
 def interval(ratios: Sequence[float]) -> list[float] | None:

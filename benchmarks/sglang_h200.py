@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -186,11 +187,12 @@ def agreement(arms: Sequence[dict[str, Any]]) -> dict[str, int]:
     for first, other in combinations(known, 2):
         if all(first[key] == other[key] for key in ("kind", "policy", "slots")):
             pairs = zip(first["texts"], other["texts"], strict=True)
-            found[f"{first['name']} = {other['name']}"] = sum(_alike(*pair) for pair in pairs)
+            found[f"{first['name']} = {other['name']}"] = sum(alike(*pair) for pair in pairs)
     return found
 
 
-def _alike(first: Sequence[int], other: Sequence[int]) -> int:
+def alike(first: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before two texts part."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=True)))
 
 
@@ -267,16 +269,7 @@ def spawn(arm: dict[str, Any], args: argparse.Namespace, folder: Path, left: flo
     keep = Path(args.logs) if args.logs else work
     keep.mkdir(parents=True, exist_ok=True)
     text = keep / f"{work.name}.log"
-    with text.open("w") as stream:
-        process = subprocess.Popen(
-            command, env=environment(arm, args, log), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(timeout=left)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            end_group(process)
+    run_logged(command, environment(arm, args, log), text, left)
     print("\n".join(line for line in text.read_text().splitlines() if line.startswith(f"[{arm['name']}]")), flush=True)
     if out.is_file():
         return json.loads(out.read_text())
@@ -285,10 +278,22 @@ def spawn(arm: dict[str, Any], args: argparse.Namespace, folder: Path, left: flo
     return {**arm, "problem": tail[-12:]}
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End an arm's own group of processes: SGLang's children outlive a parent that died."""
-    import signal
+def run_logged(command: Sequence[str], variables: dict[str, str], log: Path, seconds: float) -> str:
+    """Run a process, its output in a file, for so long at most; how it ended."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, env=variables, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return f"exit code {process.wait(timeout=seconds)}"
+        except subprocess.TimeoutExpired:
+            return f"did not end within {seconds:.0f} s"
+        finally:
+            _end_group(process)
 
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process with its children: SGLang's outlive a parent that died."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -21,18 +21,16 @@ import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_h200 import end_group, engine_options, environment, parse_arm, write_metadata
+from sglang_h200 import alike, engine_options, environment, parse_arm, run_logged, write_metadata
 
 TEXTS = Path(__file__).resolve().parents[1] / "tests" / "integrations" / "sglang_texts.py"
 SAMPLING = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.9, "top_p": 0.9, "top_k": 40}}
@@ -109,32 +107,16 @@ class Child:
         job.write_text(json.dumps(described))
         log = (Path(self.args.logs) if self.args.logs else self.work) / f"{self.label}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as stream:
-            command = [sys.executable, str(TEXTS), str(job), str(out)]
-            process = subprocess.Popen(
-                command, env=self.variables(), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            problem = _wait(process, left)
+        ended = run_logged([sys.executable, str(TEXTS), str(job), str(out)], self.variables(), log, left)
         row["seconds"] = round(time.time() - began, 1)
         told = [line[:300] for line in log.read_text(errors="replace").splitlines() if line.strip()]
         if not out.is_file():
-            return row | {"problem": problem or f"exit code {process.returncode}", "log": told[-self.args.tail :]}
+            return row | {"problem": ended, "log": told[-self.args.tail :]}
         log.unlink()
         row["log"] = [line for line in told if "DSCALE" in line][:10]
         made = json.loads(out.read_text())
         rounds = dict(zip(described["kinds"], made["rounds"], strict=True))
         return row | {"plugin": made["plugin"], "rounds": rounds}
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> str | None:
-    """Wait so long at most, then end the process with its children; why it was ended."""
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"did not end within {seconds:.0f} s"
-    finally:
-        end_group(process)
-    return None
 
 
 def _free_port() -> int:
@@ -166,8 +148,7 @@ def compare(expected: Sequence[Any], answers: Sequence[Any], drawn: bool) -> dic
     """How many texts are equal, and after how many tokens others part; drawn: of those whose first token is equal."""
     pairs = [(a["ids"], b["ids"]) for a, b in zip(expected, answers, strict=True)]
     comparable = [(a, b) for a, b in pairs if not drawn or a[0] == b[0]]
-    parted = [sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(a, b, strict=True))) for a, b in comparable]
-    first = [count for count, (a, b) in zip(parted, comparable, strict=True) if a != b]
+    first = [alike(a, b) for a, b in comparable if a != b]
     return {"comparable": len(comparable), "equal": len(comparable) - len(first), "tokens_before_difference": first}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from dscale.config import DecoderConfig
 from dscale.engine.placement import pack_weights
@@ -26,6 +27,14 @@ def ragged(counts: list[int], contexts: list[int], pages: int) -> RaggedBatch:
     )
 
 
+def rows(config: DecoderConfig, dtype: torch.dtype) -> tuple[RaggedBatch, Tensor, Tensor, Tensor]:
+    """A batch of 27 rows: what it is, rotary table, a cache full of something, token ids."""
+    batch = ragged([3, 1, 7, 16], [20, 0, 33, 5], pages=40)
+    table = rotary_table(config.rope, config.head_dim, 64, torch.device("cpu"))
+    cache = torch.randn(config.num_layers, 2, 40, config.num_kv_heads, 16, config.head_dim).to(dtype)
+    return batch, table, cache, torch.randint(0, config.vocab_size, (27,))
+
+
 @pytest.mark.skipif(not native.status().startswith("loaded"), reason=f"native kernels: {native.status()}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -38,10 +47,7 @@ def test_stack_equals_its_layers(family, changes, dtype, tiny_target):
     config: DecoderConfig = tiny_config(family, **changes).decoder
     pack_weights(target, None)
     assert target.stack.native is not None
-    batch = ragged([3, 1, 7, 16], [20, 0, 33, 5], pages=40)
-    table = rotary_table(config.rope, config.head_dim, 64, torch.device("cpu"))
-    cache = torch.randn(config.num_layers, 2, 40, config.num_kv_heads, 16, config.head_dim).to(dtype)
-    ids = torch.randint(0, config.vocab_size, (27,))
+    batch, table, cache, ids = rows(config, dtype)
     with torch.inference_mode():
         first, second = cache.clone(), cache.clone()
         hidden, taps = target(ids, PagedAttention(config, first, table, batch), (0, 2, 3))
@@ -64,10 +70,7 @@ def test_filling_the_cache_leaves_out_what_only_hidden_rows_need(packed, taps, t
     if packed:
         pack_weights(target, None)
         assert target.stack.native is not None
-    batch = ragged([3, 1, 7, 16], [20, 0, 33, 5], pages=40)
-    table = rotary_table(config.rope, config.head_dim, 64, torch.device("cpu"))
-    cache = torch.randn(config.num_layers, 2, 40, config.num_kv_heads, 16, config.head_dim)
-    ids = torch.randint(0, config.vocab_size, (27,))
+    batch, table, cache, ids = rows(config, torch.float32)
     fed: list[int] = []
     target.stack.blocks[-1].down.register_forward_hook(lambda *_: fed.append(1))
     with torch.inference_mode():

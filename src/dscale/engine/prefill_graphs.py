@@ -98,8 +98,8 @@ class PrefillRunner:
         self._captured: dict[tuple[int, bool], tuple[PrefillInput, Tensor, Callable[[], None]]] = {}
 
     @torch.inference_mode()
-    def run(self, ids: Sequence[int], pieces: Sequence[Piece], wanted: bool = False) -> list[Tensor]:
-        """Hidden rows [length, H] of each piece where wanted, valid until the next run; else nothing. Pieces hold at
+    def run(self, ids: Sequence[int], pieces: Sequence[Piece], scored: bool = False) -> list[Tensor]:
+        """Hidden rows [length, H] of each piece where scored, valid until the next run; else nothing. Pieces hold at
         most `most` rows together."""
         hidden: list[Tensor] = []
         done = 0
@@ -107,11 +107,11 @@ class PrefillRunner:
             some = pieces[first : first + LANES]
             lengths = [length for _, _, length in some]
             total = sum(lengths)
-            given, rows, replay = self._find(next(size for size in self.sizes if size >= total), wanted)
+            given, rows, replay = self._find(next(size for size in self.sizes if size >= total), scored)
             given.load(ids[done : done + total], some, self.state.scratch_row)
             done += total
             replay()
-            if not wanted:
+            if not scored:
                 continue
             parts = rows[:total].split(lengths)
             hidden += parts if len(pieces) <= LANES else [part.clone() for part in parts]
@@ -124,20 +124,20 @@ class PrefillRunner:
         logging.getLogger("dscale").info("prefill: %s", self.counters)
         return self.counters
 
-    def _find(self, capacity: int, wanted: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
-        if (capacity, wanted) not in self._captured:
-            self._captured[capacity, wanted] = self._capture(capacity, wanted)
-        return self._captured[capacity, wanted]
+    def _find(self, capacity: int, scored: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+        if (capacity, scored) not in self._captured:
+            self._captured[capacity, scored] = self._capture(capacity, scored)
+        return self._captured[capacity, scored]
 
     @torch.inference_mode()
-    def _capture(self, capacity: int, wanted: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+    def _capture(self, capacity: int, scored: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
         given = PrefillInput.of(capacity, self.state.length.device)
         given.load([], [], self.state.scratch_row)
         longest = self.state.page_table.shape[1] * PAGE_SIZE
 
         def run() -> Tensor:
             batch = given.batch(self.state, self.models, longest)
-            return prefill(self.state, self.models, given.rows[0], batch, wanted)
+            return prefill(self.state, self.models, given.rows[0], batch, scored)
 
         with self.counters.counting(self.backend):
             hidden, replay = self.backend.capture(run)

@@ -6,7 +6,6 @@ Families differ by flags of DecoderConfig (qkv bias, per-head norms, windows, ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,8 +19,6 @@ from dscale.kernels.norm import add_rms_norm, rms_norm
 from dscale.layers.attention import Attention, HeadNorms, PagedAttention
 from dscale.layers.linear import Linear
 from dscale.layers.ranks import ALONE, JoinedHead, Ranks, SummedLinear
-
-NativeRun = Callable[..., tuple[Tensor, Tensor | None]]  # of rows: NativeStack.run over a cache
 
 
 class Norm(nn.Module):
@@ -132,9 +129,9 @@ class DecoderStack(nn.Module):
 
     def forward(self, x: Tensor, attend: Attention, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Rows x [R, H] → (hidden [R, H] after the final norm, taps [R, T·H] side by side or None)."""
-        run = self._natively(x, attend)
-        if run is not None:
-            return run(x, taps=taps)
+        found = self._natively(x, attend, taps)
+        if found is not None:
+            return found
         normed, tapped = self._through(x, attend, taps, len(self.layers))
         return normed, _side_by_side(tapped)
 
@@ -144,9 +141,9 @@ class DecoderStack(nn.Module):
         last = len(self.layers) - 1
         if last in taps:
             return self(x, attend, taps)[1]
-        run = self._natively(x, attend)
-        if run is not None:
-            return run(x, taps=taps, hidden=False)[1]
+        found = self._natively(x, attend, taps, hidden=False)
+        if found is not None:
+            return found[1]
         normed, tapped = self._through(x, attend, taps, last)
         block = self.blocks[last]
         attend.write(last, block.qkv(normed), block.head_norms())
@@ -164,14 +161,15 @@ class DecoderStack(nn.Module):
                 tapped.append(residual)
         return normed, tapped
 
-    def _natively(self, x: Tensor, attend: Attention) -> NativeRun | None:
-        """The CPU kernel over the cache of `attend`, where it can run these rows."""
-        native_stack = self.native
-        if native_stack is None or not isinstance(attend, PagedAttention) or not native.usable(x):
+    def _natively(
+        self, x: Tensor, attend: Attention, taps: tuple[int, ...], hidden: bool = True
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """What the CPU kernel makes of these rows over the cache of `attend`; None where it cannot run them."""
+        if self.native is None or not isinstance(attend, PagedAttention) or not native.usable(x):
             return None
         if attend.cache.dtype is not x.dtype:  # it reads no other
             return None
-        return partial(native_stack.run, cache=attend.cache, angles=attend.angles, batch=attend.batch)
+        return self.native.run(x, attend.cache, attend.angles, attend.batch, taps, hidden)
 
 
 def _side_by_side(tapped: list[Tensor]) -> Tensor | None:

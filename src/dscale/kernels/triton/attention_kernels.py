@@ -161,11 +161,18 @@ def _merge_pieces(partial, stats, pieces, first_slot, later, step, ROWS: tl.cons
 
 
 @triton.jit
+def _lane_at(place, through, work, lane_range):
+    """The lane whose work is at a place of all lanes' work in a line, and where its work begins."""
+    lane = tl.sum((through <= place).to(tl.int32))
+    return lane, tl.sum(tl.where(lane_range == lane, through - work, 0))
+
+
+@triton.jit
 def _snap(place, total, through, work, tiles, lane_range, LEAST: tl.constexpr):
     """A bound of the line of work, moved to the nearer end of its unit where it would cut off under LEAST key tiles."""
-    mine = lane_range == tl.sum((through <= place).to(tl.int32))
-    size = tl.maximum(tl.sum(tl.where(mine, tiles, 0)), 1)
-    inside = (place - tl.sum(tl.where(mine, through - work, 0))) % size
+    lane, base = _lane_at(place, through, work, lane_range)
+    size = tl.maximum(tl.sum(tl.where(lane_range == lane, tiles, 0)), 1)
+    inside = (place - base) % size
     moved = tl.where(inside < LEAST, place - inside, tl.where(size - inside < LEAST, place - inside + size, place))
     return tl.where(place < total, moved, total)
 
@@ -176,7 +183,7 @@ def _chunk_length(tiles, units, quota, programs, SLACK: tl.constexpr):
     largest where there is none."""
     lengths = quota + tl.arange(0, SLACK) * tl.maximum(quota // 16, 1)
     chunks = tl.sum(tl.cdiv(tiles[:, None], lengths[None, :]) * units[:, None], 0)
-    return tl.min(tl.where(chunks <= programs, lengths, quota + (SLACK - 1) * tl.maximum(quota // 16, 1)))
+    return tl.min(tl.where(chunks <= programs, lengths, tl.max(lengths)))
 
 
 @triton.jit(do_not_specialize=["rows", "lane_count"])
@@ -219,8 +226,7 @@ def decode_kernel(
         stop = _snap(tl.minimum((program + 1) * quota, total), total, through, work, tiles, lane_range, LEAST)
 
     while at < stop:
-        lane = tl.sum((through <= at).to(tl.int32))
-        base = tl.sum(tl.where(lane_range == lane, through - work, 0))
+        lane, base = _lane_at(at, through, work, lane_range)
         start = tl.load(starts + lane).to(tl.int32)
         count = tl.load(starts + lane + 1).to(tl.int32) - start
         context = tl.load(contexts + lane).to(tl.int32)
