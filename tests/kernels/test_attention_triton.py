@@ -230,6 +230,28 @@ def test_any_number_of_programs_shares_the_work(
         assert not batch.arrivals.any()
 
 
+def test_whole_units_in_turns_merge_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six lanes of one length in two, three or six tiles each go round a few programs: no arrival is counted."""
+    for multiprocessors, layout in ((3, "packed"), (4, "narrow"), (2, "wide")):
+        monkeypatch.setattr(fast, "multiprocessors", lambda device, count=multiprocessors: count)
+        options = AttentionOptions(layout=layout, tile=SMALL)  # type: ignore[arg-type]
+        batch = ragged([16] * 6, [80] * 6, options=options)
+        untouched = torch.full_like(arrival_counters(6, 16, 4, DEVICE), 7)  # would spoil what is merged
+        q, keys, values = tensors(batch, 4, 2, 16, torch.float32)
+        want = paged_attention_torch(q, keys.nan_to_num(), values.nan_to_num(), batch, 0.25)
+        got = fast.paged_attention(q, keys, values, replace(batch, arrivals=untouched), 0.25)
+        assert error(got, want) < 1e-5
+        assert (untouched == 7).all()
+
+
+def test_programs_of_a_multiprocessor() -> None:
+    """One where packed tiles leave room on the chip, two where there are many tiles or chunks of a fixed length."""
+    packed, narrow, exact = AttentionOptions(), AttentionOptions(layout="narrow"), AttentionOptions(deterministic=True)
+    tiles = [(packed, 8 * 8), (packed, 32 * 8), (narrow, 8 * 32), (exact, 8 * 8)]
+    chosen = [fast.choose_tile(one, 64, 128, torch.bfloat16, False, heads) for one, heads in tiles]
+    assert [tile.programs for tile in chosen] == [1, 2, 2, 2]
+
+
 def test_lanes_starts_and_contexts_may_have_gaps() -> None:
     batch = ragged([5, 16, 1], [40, 3, 70])
     q, keys, values = tensors(batch, 4, 2, 16, torch.float32)

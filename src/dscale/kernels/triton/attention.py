@@ -71,8 +71,9 @@ def choose_tile(
 ) -> Tile:
     """The tile for lanes of at most `rows` rows (token · packed head). Deterministic: the same for all rows.
 
-    heads: KV heads of all lanes. Where they do not fill the chip one program a multiprocessor is faster than two
-    (measured on an H200, benchmarks/gpu_attention.py --sweep). cache: its dtype, where it is not that of q.
+    heads: tiles of all lanes. Where they do not fill the chip one program a multiprocessor is faster than two
+    (measured on an H200, benchmarks/gpu_attention.py --sweep), but for chunks of a fixed length. cache: its dtype,
+    where it is not that of q.
     """
     if options.tile is not None:
         return options.tile
@@ -86,12 +87,13 @@ def choose_tile(
         height = 16
     else:
         height = min(max(triton.next_power_of_2(rows), 16), 128 if head_dim <= 128 else 64)
+    few = heads <= FEW_HEADS and not options.deterministic
     large = height == 128 or head_dim > 128  # registers and shared memory: one program on a multiprocessor
     keys, warps = 64 if head_dim <= 128 else 32, 8 if height == 128 else 4
     stages = 2 if height == 128 and head_dim > 128 and not prefill else 3  # what fits into shared memory
     if cache is torch.float8_e4m3fn:
         stages += 2  # loads are half as large, and a buffer less is used: copies of them are what is multiplied
-    return Tile(height, keys, warps, stages, programs=1 if large or heads <= FEW_HEADS else 2)
+    return Tile(height, keys, warps, stages, programs=1 if large or few else 2)
 
 
 def paged_attention(
@@ -108,7 +110,7 @@ def paged_attention(
     prefill = is_prefill(batch)
     group = q.shape[1] // key_cache.shape[1]
     packed = packed_heads(batch.options, group, prefill)
-    heads = batch.lanes.shape[0] * key_cache.shape[1]
+    heads = batch.lanes.shape[0] * q.shape[1] // packed
     tile = choose_tile(batch.options, batch.max_rows * packed, q.shape[2], q.dtype, prefill, heads, key_cache.dtype)
     if q.stride(2) != 1:
         q = q.contiguous()

@@ -197,6 +197,7 @@ def decode_kernel(
     """Few rows a lane, keys split over the chip. FIXED: keys tiles of a chunk (deterministic), or 0: balanced.
 
     A unit is a row tile of a head of a lane; its work are the key tiles from `origin` to `final`. Balanced:
+    - whole units, a program takes every programs-th, if that is within a quarter of the ideal: nothing is merged;
     - chunks of one length, if that gives at most a chunk a program and is not much over the ideal (_chunk_length);
     - else all key tiles of all units stand in one line, of which each program takes `quota` tiles: perhaps the end of
       one unit, whole ones, and the beginning of another.
@@ -215,9 +216,11 @@ def decode_kernel(
     tiles = _last_tile(before, counts, KEYS) - _first_tile(before, window, KEYS, FIXED, WINDOW)
     tiles = tl.where(counts > 0, tiles, 0)
     quota = tl.maximum(tl.cdiv(tl.sum(tiles * units), programs), LEAST)
-    length = FIXED if FIXED > 0 else _chunk_length(tiles, units, quota, programs, SLACK)
+    longest = tl.maximum(tl.max(tiles), 1)
+    whole = tl.cdiv(tl.sum(tl.where(tiles > 0, units, 0)), programs) * longest <= quota + quota // 4
+    length = FIXED if FIXED > 0 else tl.where(whole, longest, _chunk_length(tiles, units, quota, programs, SLACK))
     work = tl.cdiv(tiles, length) * units
-    in_line = (tl.sum(work) > programs) & (FIXED == 0)
+    in_line = (tl.sum(work) > programs) & (FIXED == 0) & (length < longest)
     work = tl.where(in_line, tiles * units, work)
     total, through = tl.sum(work), tl.cumsum(work, 0)
     at, stop = program, total
