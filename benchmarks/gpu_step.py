@@ -12,8 +12,9 @@ device_ms the device's own time in a step. The roofline counts, for each phase o
     floor     max(bytes / copy bandwidth, FLOPs / GEMM rate) of each phase, added up
 
 with weights read once a phase and bandwidth and rate measured in the same run. `whole` takes the maximum over the step
-as a whole, a lower floor. torch.profiler then splits --profile steps by kernel group; idle is what kernels leave of
-their interval.
+as a whole, a lower floor. torch.profiler then splits --profile steps by kernel group. idle is what kernels leave of
+the interval measured before (falling clocks count as idle there), gaps the share of the profiled time itself in which
+no kernel ran (what the profiler adds between kernels counts there).
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def measure(llm: LLM, arm: Arm, lanes: int, machine: Machine, args: argparse.Nam
     interval, device = statistics.median(intervals), device_seconds / steps
     burst = Burst(llm, lanes, args, number)
     burst.steps(args.warm)
-    groups = breakdown(lambda: burst.steps(args.profile), args.profile, llm.engine.worker.device)
+    groups, gaps = breakdown(lambda: burst.steps(args.profile), args.profile, llm.engine.worker.device)
     burst.close()
     busy = sum(groups.values()) / 1e3
     return {
@@ -230,11 +231,13 @@ def measure(llm: LLM, arm: Arm, lanes: int, machine: Machine, args: argparse.Nam
         "groups_ms": groups,
         "decide_share": sum(groups.get(name, 0.0) for name in DECIDE) / max(sum(groups.values()), 1e-9),
         "idle_share": max(1 - busy / interval, 0.0),
+        "gap_share": gaps,
     }
 
 
-def breakdown(run: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds a step by kernel group, largest first (on a CPU: by torch operation)."""
+def breakdown(run: Callable[[], object], steps: int, device: torch.device) -> tuple[dict[str, float], float | None]:
+    """Milliseconds a step by kernel group, largest first (on a CPU: by torch operation), and the share of the profiled
+    time in which nothing ran (on a CPU: None)."""
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"
@@ -249,7 +252,19 @@ def breakdown(run: Callable[[], object], steps: int, device: torch.device) -> di
         taken = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         name = group_of(event.key)
         groups[name] = groups.get(name, 0.0) + taken / 1e3 / steps
-    return dict(sorted(groups.items(), key=lambda item: -item[1]))
+    ran = [one.time_range for one in seen.events() if one.device_type == DeviceType.CUDA] if on_gpu else []
+    gaps = gap_share([(one.start, one.end) for one in ran]) if ran else None
+    return dict(sorted(groups.items(), key=lambda item: -item[1])), gaps
+
+
+def gap_share(spans: Sequence[tuple[float, float]]) -> float:
+    """Share of the time from the first start to the last end that no span covers."""
+    ordered = sorted(spans)
+    covered, reached = 0.0, ordered[0][0]
+    for start, end in ordered:
+        covered += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return 1 - covered / max(reached - ordered[0][0], 1e-9)
 
 
 def group_of(kernel: str) -> str:
@@ -264,14 +279,15 @@ def table(record: dict[str, Any]) -> str:
         f"{record['model']} on {record['device']}, {SIMULATED}; copy {machine['bandwidth'] / 1e12:.2f} TB/s, "
         f"products {machine['rate'] / 1e12:.0f} TFLOP/s",
         "",
-        "| c | arm | rows | context | interval ms | device ms | floor ms | times floor | decide | idle |",
-        "| --- " * 10 + "|",
+        "| c | arm | rows | context | interval ms | device ms | floor ms | times floor | decide | idle | gaps |",
+        "| --- " * 11 + "|",
     ]
     for row in record["rows"]:
+        gaps = "–" if row["gap_share"] is None else f"{100 * row['gap_share']:.1f}%"
         lines.append(
             f"| {row['concurrency']} | {row['name']} | {row['rows']:.0f} | {row['context']:.0f} | "
             f"{row['interval_ms']:.2f} | {row['device_ms']:.2f} | {row['floor_ms']:.2f} | {row['times_floor']:.2f} | "
-            f"{100 * row['decide_share']:.1f}% | {100 * row['idle_share']:.1f}% |"
+            f"{100 * row['decide_share']:.1f}% | {100 * row['idle_share']:.1f}% | {gaps} |"
         )
     for row in record["rows"]:
         parts = ", ".join(f"{name} {took:.3f}" for name, took in row["groups_ms"].items())

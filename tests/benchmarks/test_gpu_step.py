@@ -49,6 +49,12 @@ def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "simulated acceptance" in capsys.readouterr().out
 
 
+def test_gaps_between_kernels(bench: ModuleType) -> None:
+    """Kernels of two streams may overlap, and one may lie within another."""
+    assert bench.gap_share([(0, 4), (2, 5), (8, 9), (8, 10), (3, 4)]) == pytest.approx(0.3)
+    assert bench.gap_share([(5, 6)]) == 0
+
+
 def test_floor_of_qwen3_8b_by_hand(bench: ModuleType) -> None:
     """32 requests, 1,000 tokens, 8 rows each: weights 2 · 6.95e9 + head 1.24e9 bytes, keys and values 147,456 bytes a
     token; FLOPs 2 · 256 · 7.57e9 and attention."""
