@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ TIMES = {  # ms a step by requests and rows a request; 1: nothing drafted, 16: w
     12: {1: 5.40, 4: 7.00, 6: 7.30, 8: 7.60, 12: 8.30, 16: 8.80},
     16: {1: 5.45, 4: 7.20, 6: 7.75, 8: 8.24, 12: 9.30, 16: 10.2},
     24: {1: 5.60, 4: 8.30, 6: 9.40, 8: 10.0, 12: 12.1, 16: 13.6},
+    28: {1: 3.95, 4: 6.00, 6: 6.75, 8: 7.47, 12: 8.51, 16: 10.2},  # of a smaller target: 8 is 3% better than 12
     32: {1: 5.70, 4: 9.60, 6: 11.2, 8: 11.9, 12: 15.2, 16: 17.1},
 }
 
@@ -89,9 +91,15 @@ def fixed_speed(lanes: int, slots: int, progress: float = 6.09) -> float:
     return loop.tokens / loop.seconds
 
 
-def made(beyond: float = 0.0) -> Auto:
-    """`auto` as it is built for a GPU. beyond: ms a row that real steps take beyond their replays."""
-    costs = ReplayCosts(lambda live, shape: (TIMES[live][shape.share] - beyond * (shape.share + 4)) / 1e3)
+def made(beyond: float = 0.0, wrong: dict[int, float] | None = None) -> Auto:
+    """`auto` as it is built for a GPU. beyond: ms a row that real steps take beyond their replays; wrong: by rows a
+    request, the share by which replays are too slow."""
+
+    def replay(live: int, shape: StepShape) -> float:
+        slots, false = int(shape.share), wrong or {}
+        return (1 + false.get(slots, 0.0)) * (TIMES[live][slots] - beyond * (slots + 4)) / 1e3
+
+    costs = ReplayCosts(replay)
     auto = Auto(NoScorer(), NoScorer(), WIDTH, costs, False, BUDGETS)
     costs.shapes = auto.shapes
     return auto
@@ -122,6 +130,44 @@ def test_it_keeps_up_with_the_best_fixed_budget(lanes: int, beyond: float) -> No
     best = max(fixed_speed(lanes, slots) for slots in BUDGETS)
     assert len(shapes) == 5000
     assert loop.tokens / loop.seconds >= 0.99 * best
+
+
+def expected_speed(shapes: list[StepShape], lanes: int) -> float:
+    """Tokens a second in the long run of these steps, whatever text they met."""
+    slots = [int(shape.share) for shape in shapes]
+    seconds = [TIMES[lanes][one] / 1e3 for one in slots]
+    tokens = sum(fixed_speed(lanes, one) * took for one, took in zip(slots, seconds, strict=True))
+    return tokens / sum(seconds)
+
+
+MISLEADING = [
+    (8, {12: -0.05, 16: 0.05}),
+    (16, {8: 0.05, 12: -0.05, 16: -0.05}),
+    (24, {6: -0.05, 8: 0.05, 12: -0.05, 16: 0.05}),
+    (28, {8: 0.04}),
+    (28, {4: -0.05, 6: 0.05, 8: 0.05, 12: -0.05}),
+    (32, {4: 0.05, 6: -0.05, 8: 0.05, 12: -0.05, 16: -0.05}),
+]
+
+
+@pytest.mark.parametrize(("lanes", "wrong"), MISLEADING)
+def test_replays_that_mislead_are_found_out(lanes: int, wrong: dict[int, float]) -> None:
+    """The rival's time is corrected though it is not the choice."""
+    shapes = list(play(made(0.01, wrong), Loop(lanes), text(6.09), 2000))
+    best = max(fixed_speed(lanes, slots) for slots in (8, 16))
+    assert expected_speed(shapes, lanes) >= 0.99 * best
+    looks = sum(a.share != b.share for a, b in pairwise(shapes[500:]))
+    assert looks < 0.25 * 1500
+
+
+def test_slow_steps_now_and_then_do_not_decide() -> None:
+    """One step in fifty takes half as long again, the very first three times as long."""
+    auto, loop, rng = made(0.01, {8: 0.03}), Loop(28), np.random.default_rng(3)
+    costs, hiccups = auto.costs, iter([3.0, *np.where(rng.random(2000) < 0.02, 1.5, 1.0)])
+    observe = costs.observe
+    costs.observe = lambda live, shape, seconds: observe(live, shape, seconds * next(hiccups))  # type: ignore[method-assign]
+    shapes = list(play(auto, loop, text(6.09), 1500))
+    assert expected_speed(shapes, 28) >= 0.99 * fixed_speed(28, 8)
 
 
 def hardened(easy: Text, told: bool) -> Text:
@@ -159,9 +205,9 @@ def test_whole_blocks_are_not_scored_but_some_steps_among_them_are() -> None:
 def test_another_load_is_sized_at_its_first_step() -> None:
     auto, loop = made(), Loop(8)
     list(play(auto, loop, text(6.09), 400))
-    assert auto.shape(32).share == 8
-    assert auto.shape(8).share >= 12
-    assert auto.shape(24).share == 8
+    for lanes, slots in ((32, (8,)), (8, (12, 16)), (24, (8,))):
+        shares = [shape.share for shape in play(auto, Loop(lanes), text(6.09), 10)]
+        assert sum(share in slots for share in shares) >= 7  # the others are looks
 
 
 def test_the_only_budget_there_is_is_scored() -> None:
@@ -171,18 +217,30 @@ def test_the_only_budget_there_is_is_scored() -> None:
 
 
 def test_times_of_a_size_are_corrected_by_its_own_steps() -> None:
-    """The first 32 steps go to what all sizes share; then 8 rows prove dearer than replayed, against 4 rows."""
+    """What the first size takes goes to all; then 8 rows prove dearer than replayed, against 4 rows."""
     costs = ReplayCosts(lambda live, shape: shape.share / 1e3)
     auto = Auto(NoScorer(), NoScorer(), WIDTH, costs, False, (4, 8, 16))
     costs.shapes = auto.shapes
     _, four, eight, _ = auto.shapes(2)
     for _ in range(40):
         costs.observe(2, four, 5e-3)  # 1 ms beyond its replay, as all
-    assert costs.times(2, WIDTH, np.array([8.0, 16.0, 32.0])) * 1e3 == pytest.approx([5, 9, 17], abs=0.02)
-    for _ in range(100):
+    assert costs.times(2, WIDTH, np.array([8.0, 16.0, 32.0])) * 1e3 == pytest.approx([5, 9, 17], abs=0.05)
+    assert float(costs.times(2, 1, 2.0)) * 1e3 == pytest.approx(2, abs=0.05)
+    assert list(costs.doubts(2, four) > 0.01) == [True, False, True, True]
+    for _ in range(20):
         costs.observe(2, four, 5e-3)
         costs.observe(2, eight, 9.5e-3)
     assert costs.times(2, WIDTH, np.array([8.0, 16.0])) * 1e3 == pytest.approx([5, 9.5], abs=0.05)
+    assert list(costs.doubts(2, four) > 0.01) == [True, False, False, True]
     assert float(costs.times(3, WIDTH, 24.0) - costs.times(3, WIDTH, 12.0)) * 1e3 == pytest.approx(4.5, abs=0.1)
     costs.observe(2, four, 1.0)  # a hiccup
     assert float(costs.times(2, WIDTH, 8.0)) < 6e-3
+
+
+def test_what_all_sizes_share_is_a_first_guess_for_other_requests() -> None:
+    costs = ReplayCosts(lambda live, shape: live * shape.share / 1e3)
+    auto = Auto(NoScorer(), NoScorer(), WIDTH, costs, False, (4, 8, 16))
+    costs.shapes = auto.shapes
+    for _ in range(20):
+        costs.observe(2, auto.shapes(2)[2], 16e-3 + 0.2 * 14.5e-3)  # 20% of the mean replay more
+    assert costs.times(4, WIDTH, np.array([16.0, 64.0])) * 1e3 == pytest.approx([16 + 5.8, 64 + 5.8], rel=0.01)

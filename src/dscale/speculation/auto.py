@@ -21,7 +21,7 @@ from torch import Tensor
 from dscale.models.decoder import Target
 from dscale.speculation.budget import allocate_exact
 from dscale.speculation.captured_choice import CapturedChoice
-from dscale.speculation.costs import StepCosts
+from dscale.speculation.costs import ReplayCosts, StepCosts
 from dscale.speculation.policies import Draft, Policy, Scorer, StepOutcome
 from dscale.speculation.workspace import StepShape
 
@@ -95,7 +95,10 @@ class Auto(Policy):
     ) -> None:
         self.full, self.narrow, self.width, self.costs, self.resizes = full, narrow, width, costs, resizes
         slots = sorted({min(budget, width) for budget in budgets})
-        self.captured = CapturedChoice(width, slots, costs) if budgets else None
+        self.captured: CapturedChoice | None = None
+        if budgets:
+            assert isinstance(costs, ReplayCosts), "few budgets are chosen by timed replays"
+            self.captured = CapturedChoice(width, slots, costs)
         self.widths = [one for one in WIDTHS if one < width] + [width]
         self._recent = RecentDrafts(width)
         self.rescored()

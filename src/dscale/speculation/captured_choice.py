@@ -2,8 +2,11 @@
 
     speed(b) = tokens(b) / t(N, b)        tokens: promise.py; t: timed replays, corrected by the steps that ran
 
-The choice stays until another promises visibly more. Whole blocks are verified without scores, as by `full`; a scored
-step among them now and then, and a wider one among narrow ones, tells what the others are worth.
+The choice stays until another promises visibly more. Two kinds of looks at others, each within a share of the time:
+- Whole blocks are verified without scores, as by `full`; a scored step among them now and then, and a wider one among
+  narrow ones, tells what the others' drafts are worth.
+- The time of a size that does not run is a belief. The rival that would be fastest were its time as far below it as may
+  well be runs now and then, often at first, until its time is known well enough (`doubts` of costs.py).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dscale.speculation.costs import StepCosts
+from dscale.speculation.costs import ReplayCosts
 from dscale.speculation.policies import StepOutcome
 from dscale.speculation.promise import Promise
 from dscale.speculation.workspace import StepShape
@@ -22,18 +25,26 @@ REVIEW_EVERY = 16  # steps between choices
 LOOK_SHARE = 0.001  # of the time that looks at other budgets may cost
 LOOK_SHARE_OFF = 0.01  # the same where nothing is drafted: nothing else shows that the text became easier
 LOOKS = (16, 128)  # steps between looks: at least, at most
+DOUBT = 2.5  # standard deviations by which a rival may well be faster than believed
+KNOWN = 0.01  # doubt from which looks at a rival are rarer
+RIVAL_EVERY = 4, 16  # steps between looks at rivals, at least: at one in doubt, at one that is known
+RIVAL_SHARE = 0.001  # of the time that these may cost
+RIVAL_CREDIT = (1.0, 3.0)  # steps' worth of them to begin with, and to save up at most
 
 
 class CapturedChoice:
     """Which captured step comes next. width: of the blocks; budgets: rows a request, ascending, at most `width`."""
 
-    def __init__(self, width: int, budgets: Sequence[int], costs: StepCosts) -> None:
+    def __init__(self, width: int, budgets: Sequence[int], costs: ReplayCosts) -> None:
         self.width, self.costs = width, costs
         self.slots = [1, *budgets]  # 1: nothing is drafted
         self.promise = Promise(width, budgets)
         self._chosen = 0  # index into slots
         self._live, self._age = 0, 0
         self._unseen, self._look_after = 0, LOOKS[0]  # steps since the last look, and until the next
+        self._rival = 0  # index into slots; the choice where no other is worth a look
+        self._alone, self._credit = 0, RIVAL_CREDIT[0]  # steps since a rival ran, and steps' worth of looks left
+        self._rival_loss, self._rival_every = 0.0, RIVAL_EVERY[0]  # steps lost by a look at it, steps between looks
 
     def shapes(self, live: int) -> list[StepShape]:
         """Every shape there is, off first."""
@@ -41,16 +52,24 @@ class CapturedChoice:
 
     def shape(self, live: int) -> StepShape:
         """The step for `live` requests."""
-        if live != self._live or (self._age >= REVIEW_EVERY and not self.promise.unsure):
+        due = REVIEW_EVERY if self._rival == self._chosen else self._rival_every
+        if live != self._live or (self._age >= due and not self.promise.unsure):
             self._review(live)
-        self._age += 1
-        self._unseen += 1
+        self._age, self._unseen, self._alone = self._age + 1, self._unseen + 1, self._alone + 1
+        self._credit = min(self._credit + RIVAL_SHARE, RIVAL_CREDIT[1])
+        return self._shape(live, self._next())
+
+    def _next(self) -> int:
         if self.promise.unsure:
-            return self._shape(live, min(max(self._chosen, 1), self._widest_scored))
+            return min(max(self._chosen, 1), self._widest_scored)
+        if self._rival != self._chosen and self._alone >= self._rival_every:
+            self._alone = 0
+            self._credit -= self._rival_loss
+            return self._rival
         if self._unseen > self._look_after:
             self._unseen = 0
-            return self._shape(live, self._look)
-        return self._shape(live, self._chosen)
+            return self._look
+        return self._chosen
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step that ran: its time, its acceptance, and its scores if there are any."""
@@ -89,6 +108,17 @@ class CapturedChoice:
         loss = 1 - float(speeds[self._look] / speeds[self._chosen])
         share = LOOK_SHARE if self._chosen else LOOK_SHARE_OFF
         self._look_after = int(min(max(loss / share, LOOKS[0]), LOOKS[1]))
+        self._find_rival(live, speeds)
+
+    def _find_rival(self, live: int, speeds: np.ndarray) -> None:
+        """The size that would be fastest, were its time lower than believed by as much as may well be."""
+        doubts = self.costs.doubts(live, self._shape(live, self._chosen))
+        hoped = speeds * (1 + DOUBT * doubts)
+        losses = np.maximum(1 - speeds / speeds[self._chosen], 0.0)
+        hoped[losses > self._credit] = 0.0
+        hoped[self._chosen] = (1 + MARGIN) * speeds[self._chosen]
+        self._rival = int(hoped.argmax())
+        self._rival_loss, self._rival_every = float(losses[self._rival]), RIVAL_EVERY[bool(doubts[self._rival] < KNOWN)]
 
     def _speeds(self, live: int) -> np.ndarray:
         """Tokens a request and second, by index into slots."""

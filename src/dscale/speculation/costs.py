@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dscale.speculation.step_times import StepTimes
 from dscale.speculation.workspace import StepShape
 
 Measure = Callable[[int], float]  # rows → seconds
@@ -71,52 +72,53 @@ class StepCosts:
 
 
 class ReplayCosts(StepCosts):
-    """StepCosts whose curves are timed replays of captured steps: each bucket of requests has its own, and costs what
-    it costs however many of its lanes are live. Besides the rest that all sizes share, each size keeps what its steps
-    took beyond its replay, for contexts are longer in earnest and lie apart.
+    """StepCosts of captured steps: timed replays, corrected by the steps that ran (step_times.py). Each bucket of
+    requests has its own sizes, and costs what it costs however many of its lanes are live.
 
     replay: (requests, shape) → seconds of the captured step that serves them; shapes: (requests) → those that exist.
     """
-
-    SETTLED = 32  # observed steps after which what is left is a size's own
-    OWN = 0.02  # least weight of a new observation in it
 
     def __init__(
         self, replay: Callable[[int, StepShape], float], shapes: Callable[[int], list[StepShape]] | None = None
     ) -> None:
         super().__init__(_unknown, _unknown)
         self.replay, self.shapes = replay, shapes
-        self._tables: dict[tuple[int, int], Numbers] = {}  # by requests and width: shares ascending, seconds
-        self._own: dict[tuple[int, int], Numbers] = {}  # by magnitude of requests and width: seconds, steps by share
-        self._observed = 0
+        self._sizes: dict[int, tuple[StepTimes, list[tuple[int, float]]]] = {}  # by requests; widths and shares
+        self._known: dict[tuple[float, ...], StepTimes] = {}  # by replays: requests of one bucket share them
+        self._latest: StepTimes | None = None  # that a step was observed of
 
-    def _curves(self, live: int, width: int, rows: Numbers | float) -> Numbers:
-        shares, seconds = self._table(live, width)
-        own, _ = self._own_of(live, width)
-        return np.asarray(np.interp(np.asarray(rows) / live, shares, seconds + own))
+    def times(self, live: int, width: int, rows: Numbers | float) -> Numbers:
+        times, sizes = self._of(live)
+        same = [place for place, (wide, _) in enumerate(sizes) if wide == width]
+        shares = [sizes[place][1] for place in same]
+        return np.maximum(np.interp(np.asarray(rows) / live, shares, times.seconds()[same]), 1e-6)
 
-    def _table(self, live: int, width: int) -> Numbers:
-        if (live, width) not in self._tables:
-            assert self.shapes is not None, "the policy that uses these costs says which shapes there are"
-            timed = [(shape.share, self.replay(live, shape)) for shape in self.shapes(live) if shape.width == width]
-            self._tables[live, width] = np.array(sorted(timed)).T
-        return self._tables[live, width]
-
-    def _own_of(self, live: int, width: int) -> Numbers:
-        key = live.bit_length(), width
-        if key not in self._own:
-            self._own[key] = np.zeros_like(self._table(live, width))
-        return self._own[key]
+    def doubts(self, live: int, shape: StepShape) -> Numbers:
+        """Standard deviation of the time of each size against that of `shape`, as a share of it: [S], by width and
+        share."""
+        times, sizes = self._of(live)
+        return times.doubts(_nearest(sizes, shape))
 
     def observe(self, live: int, shape: StepShape, seconds: float) -> None:
-        believed = float(self.times(live, shape.width, float(shape.rows)))
-        super().observe(live, shape, seconds)
-        self._observed += 1
-        if self._observed > self.SETTLED:
-            own, steps = self._own_of(live, shape.width)
-            size = int(np.abs(self._table(live, shape.width)[0] - shape.share).argmin())
-            steps[size] += 1
-            own[size] += max(1 / (steps[size] + 3), self.OWN) * (min(seconds, 2 * believed) - believed)
+        times, sizes = self._of(live)
+        times.observe(live, _nearest(sizes, shape), seconds)
+        self._latest = times
+
+    def _of(self, live: int) -> tuple[StepTimes, list[tuple[int, float]]]:
+        if live not in self._sizes:
+            assert self.shapes is not None, "the policy that uses these costs says which shapes there are"
+            shapes = sorted(self.shapes(live), key=lambda shape: (shape.width, shape.share))
+            replays = tuple(self.replay(live, shape) for shape in shapes)
+            if replays not in self._known:
+                shared = None if self._latest is None else self._latest.shared
+                self._known[replays] = StepTimes(np.array(replays), shared)
+            self._sizes[live] = self._known[replays], [(shape.width, shape.share) for shape in shapes]
+        return self._sizes[live]
+
+
+def _nearest(sizes: list[tuple[int, float]], shape: StepShape) -> int:
+    """The place of a shape among (width, share)."""
+    return min(range(len(sizes)), key=lambda at: (sizes[at][0] != shape.width, abs(sizes[at][1] - shape.share)))
 
 
 def _unknown(rows: int) -> float:

@@ -1,4 +1,4 @@
-"""What each of a few budgets promises: tokens a request and step, from the scores of the last two thousand drafts and
+"""What each of a few budgets promises: tokens a request and step, from the scores of the last four thousand drafts and
 from what became of them. For `auto` where steps are captured (captured_choice.py).
 
     tokens(b) = drift(b) · (1 + Σ over groups g up to b of  factor(g) · gain(g))
@@ -27,7 +27,7 @@ Bools = NDArray[np.bool_]
 
 PRIOR_SURVIVAL = 0.7  # per position, before anything was drafted
 LASTING = 0.2  # see above; 0.1 to 0.4 between neighbouring budgets on simulated texts
-KEPT = 2048  # survival rows that stand for the text being served
+KEPT = 4096  # survival rows that stand for the text being served
 FRESH = 32  # rows after which a promise is more than a guess
 REFRESH = 32  # steps for which a promise stands
 FACTOR_MEMORY = 0.998  # share of a group's past drafts that one step keeps

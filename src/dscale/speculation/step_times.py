@@ -1,0 +1,72 @@
+"""What captured steps of several sizes take in earnest, learned from their replays and from the steps that ran.
+
+    t(s) = replay(s) + unit · (shared + own(s)) + noise        unit: mean of the replays, seconds
+
+`shared` is what all sizes take beyond their replays (longer contexts, sampling), and wanders; `own` sets one size
+apart. A size that ran a lot tells nothing of the others but by what they share, so their covariance is kept (a Kalman
+filter): the first size that runs shifts all, and each further one is told apart by the first few of its own steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.floating]
+
+# Standard deviations, as shares of `unit`
+SHARED, SHARED_NEAR = 0.3, 0.05  # of `shared` beforehand; the same where it is known of other numbers of requests
+OWN = 0.05  # of `own` beforehand
+NOISE = 0.01  # of one step
+WANDER = 0.003  # of `shared` from step to step
+MOVED = 0.1  # of `shared` for a change of the requests by as much as their number
+AGING = 0.001  # of `own` from step to step: what was seen long ago is less certain
+SURPRISE = 0.02  # miss from which a step may be a hiccup: half of what is beyond counts as noise of its own
+
+
+class StepTimes:
+    """Seconds by size, for one set of captured steps. replays: timed seconds [S]; shared: a first guess of it."""
+
+    def __init__(self, replays: Numbers, shared: float | None = None) -> None:
+        self.replays, self.unit = replays, float(replays.mean())
+        sizes = len(replays)
+        self._mean = np.zeros(1 + sizes)  # shared, own by size
+        self._mean[0] = shared or 0.0
+        self._spread = np.diag([SHARED if shared is None else SHARED_NEAR, *[OWN] * sizes]) ** 2
+        self._live = 0
+
+    @property
+    def shared(self) -> float:
+        """What all sizes take beyond their replays, as a share of `unit`."""
+        return float(self._mean[0])
+
+    def seconds(self) -> Numbers:
+        """Expected seconds [S]."""
+        return self.replays + self.unit * (self._mean[0] + self._mean[1:])
+
+    def doubts(self, size: int) -> Numbers:
+        """Standard deviation [S] of each size's time against that of `size`, as a share of the former."""
+        own = self._spread[1:, 1:]
+        variance = own.diagonal() + own[size, size] - 2 * own[size]
+        return self.unit * np.sqrt(np.maximum(variance, 0.0)) / np.maximum(self.seconds(), 1e-6)
+
+    def observe(self, live: int, size: int, seconds: float) -> None:
+        """A step of this size, with `live` requests, took so long."""
+        self._age(live)
+        at = 1 + size
+        reach = self._spread[0] + self._spread[at]
+        believed = reach[0] + reach[at] + NOISE**2
+        miss = seconds / self.unit - self.replays[size] / self.unit - self._mean[0] - self._mean[at]
+        beyond = max(abs(miss) - SURPRISE, 0.0) / 2
+        gain = reach / (believed + beyond**2)
+        self._mean += gain * miss
+        self._spread -= np.outer(gain, reach)
+        self._spread[0, 0] += min(beyond, 1.0) ** 2  # no hiccup if the next step is as slow: then all have become so
+
+    def _age(self, live: int) -> None:
+        moved = MOVED * abs(live - self._live) / max(live, self._live) if self._live else 0.0
+        self._live = live
+        self._spread[0, 0] = min(self._spread[0, 0] + WANDER**2 + moved**2, max(self._spread[0, 0], SHARED**2))
+        own = self._spread.diagonal()[1:]
+        places = 1 + np.flatnonzero(own < OWN**2)
+        self._spread[places, places] += AGING**2

@@ -1,0 +1,73 @@
+"""Times of captured sizes: what all share, what is a size's own, and how sure of it one may be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dscale.speculation.step_times import NOISE, OWN, StepTimes
+
+REPLAYS = np.array([5.0, 8.0, 10.0, 17.0])  # unit: 10
+
+
+def run(times: StepTimes, size: int, seconds: float, steps: int) -> None:
+    for _ in range(steps):
+        times.observe(4, size, seconds)
+
+
+def test_the_first_size_that_runs_shifts_all() -> None:
+    times = StepTimes(REPLAYS)
+    run(times, 2, 12.0, 50)
+    assert times.seconds() == pytest.approx(REPLAYS + 2, abs=0.1)
+    assert times.seconds()[2] == pytest.approx(12.0, abs=0.01)
+    assert times.shared == pytest.approx(0.2, abs=0.01)
+
+
+def test_the_others_stay_in_doubt_until_they_run() -> None:
+    times = StepTimes(REPLAYS)
+    run(times, 2, 10.0, 200)
+    doubts = times.doubts(2)
+    assert doubts[2] == 0.0
+    assert doubts[[0, 1, 3]] == pytest.approx(np.sqrt(2) * OWN * 10 / REPLAYS[[0, 1, 3]], rel=0.05)
+    times.observe(4, 1, 8.0)
+    assert times.doubts(2)[1] == pytest.approx(NOISE * 10 / 8, rel=0.3)
+
+
+def test_a_wrong_belief_about_a_size_is_corrected_within_a_few_of_its_steps() -> None:
+    """8 seconds by its replay are 8.8 in earnest, 10 are 10: four looks among steps of the latter. Either replay may
+    have been wrong, so what never ran is met half way."""
+    times = StepTimes(REPLAYS)
+    run(times, 2, 10.0, 20)
+    for _ in range(4):
+        times.observe(4, 1, 8.8)
+        run(times, 2, 10.0, 3)
+    assert times.seconds()[[1, 2]] == pytest.approx([8.8, 10.0], rel=0.005)
+    assert times.seconds()[3] == pytest.approx(17.4, rel=0.005)
+
+
+def test_one_slow_step_is_not_believed_and_many_are() -> None:
+    times = StepTimes(REPLAYS)
+    run(times, 2, 10.0, 50)
+    times.observe(4, 1, 16.0)  # a hiccup at the first look: twice its time
+    run(times, 2, 10.0, 3)
+    assert times.seconds()[[1, 2]] == pytest.approx([8.0, 10.0], rel=0.035)
+    assert times.doubts(2)[1] > 0.05  # worth another look
+    run(times, 2, 15.0, 8)  # longer contexts: all have become slower
+    assert times.seconds()[[1, 2]] == pytest.approx([13.0, 15.0], rel=0.03)
+
+
+def test_a_hiccup_at_the_very_first_step_is_soon_forgotten() -> None:
+    times = StepTimes(REPLAYS)
+    times.observe(4, 2, 30.0)
+    run(times, 2, 10.0, 4)
+    assert times.seconds() == pytest.approx(REPLAYS, abs=0.6)
+
+
+def test_what_was_seen_long_ago_is_doubted_again() -> None:
+    times = StepTimes(REPLAYS)
+    for _ in range(20):
+        times.observe(4, 1, 8.0)
+        times.observe(4, 2, 10.0)
+    soon = times.doubts(2)[1]
+    run(times, 2, 10.0, 400)
+    assert soon < 0.01 < times.doubts(2)[1] < 0.05
