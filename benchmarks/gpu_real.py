@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from gpu_smoke import QUESTIONS
-from gpu_throughput import Arm, Loop, auto_over_best, compare, geometric_means, release, window
+from gpu_throughput import REPETITION, Arm, Loop, auto_over_best, compare, geometric_means, release, window
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -209,9 +209,11 @@ def part_b(args: argparse.Namespace, loaded: LoadedTarget, deadline: float) -> d
 class RealLoop(Loop):
     """The closed loop over real prompts, with real ends."""
 
-    def __init__(self, llm: LLM, concurrency: int, args: argparse.Namespace, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, llm: LLM, concurrency: int, args: argparse.Namespace, prompts: list[list[int]], first: int = 0
+    ) -> None:
         self.prompts = prompts
-        super().__init__(llm, concurrency, args)
+        super().__init__(llm, concurrency, args, first)
 
     def _add(self, done: int = 0) -> Request:
         number = next(self._numbers)
@@ -220,10 +222,14 @@ class RealLoop(Loop):
         return self.engine.add(f"real-{number}", self.prompts[number % len(self.prompts)], params, number)
 
 
-def measure(llm: LLM, concurrency: int, args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
-    """One window of one arm, which finds no prompt in the cache."""
+def measure(
+    llm: LLM, concurrency: int, args: argparse.Namespace, prompts: list[list[int]], repetition: int = 0
+) -> dict[str, Any]:
+    """One window of one arm, which finds no prompt in the cache; each repetition has other requests."""
     llm.engine.scheduler.pool.clear_cached()
-    return window(RealLoop(llm, concurrency, args, prompts), args.window)
+    first = REPETITION * repetition
+    row = window(RealLoop(llm, concurrency, args, prompts, first), args.window)
+    return {**row, "repetition": repetition, "first_request": first}
 
 
 def engines(loaded: LoadedTarget, arms: str, args: argparse.Namespace, most: int) -> dict[str, LLM]:
@@ -247,10 +253,10 @@ def cell(
             if time.perf_counter() > deadline:
                 made["skipped"].append(f"{name}, repetition {repeat}")
                 continue
-            run = measure(arms[name], concurrency, args, prompts) | {"repetition": repeat}
+            run = measure(arms[name], concurrency, args, prompts, repeat)
             made["arms"][name]["runs"].append(run)
     compare(made["arms"])
-    made["auto_over_best"] = auto_over_best(made["arms"])
+    made |= auto_over_best(made["arms"])
     shown = [f"{name} {arm['tokens_per_s']:.0f}" for name, arm in made["arms"].items() if "tokens_per_s" in arm]
     log(f"   c={concurrency:<4} temperature {args.temperature:g}: " + ", ".join(shown))
     return made

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpu_step_tables import attention_tables, step_tables
 from markdown_tables import NONE, BadRecord, Ratios, Record, bold_best, grid, title
+from paired_ratios import interval, paired
 
 THROUGHPUT, STEP, SGLANG = "dscale.gpu_throughput/1", "dscale.gpu_step/1", "dscale.sglang_h200/1"
 REAL, TENSOR_PARALLEL, ATTENTION = "dscale.gpu_real/1", "dscale.gpu_tp/1", "dscale.gpu_attention/1"
@@ -79,6 +80,12 @@ def fixed_rates(arms: dict[str, Any], flags: str = "") -> dict[str, float]:
     return {name: value for name in names if (value := rate(arms.get(name))) is not None}
 
 
+def best_fixed(arms: dict[str, Any], flags: str = "") -> str | None:
+    """The fastest of those arms; None where none ran."""
+    known = fixed_rates(arms, flags)
+    return max(known, key=lambda name: known[name]) if known else None
+
+
 def auto_over_best(cells: Sequence[dict[str, Any]]) -> list[str]:
     """auto over the better of full and dvl@8 of the same call; other budgets do not count."""
     lines = []
@@ -86,14 +93,22 @@ def auto_over_best(cells: Sequence[dict[str, Any]]) -> list[str]:
         for name in [name for name in cell["arms"] if name.partition("+")[0] == "auto"]:
             auto = cell["arms"][name]
             call = {other: arm for other, arm in cell["arms"].items() if arm.get("call") == auto.get("call")}
-            known, value = fixed_rates(call, name.removeprefix("auto")), rate(auto)
-            if value is None or not known:
+            flags, value = name.removeprefix("auto"), rate(auto)
+            known, best = fixed_rates(call, flags), best_fixed(call, flags)
+            if value is None or best is None:
                 continue
-            best = max(known, key=lambda one: known[one])
             alone = "" if len(known) > 1 else ", alone"
             lines.append((cell["concurrency"], name, f"{value:.0f}", f"{known[best]:.0f} ({best}{alone})",
-                          f"{value / known[best]:.3f}"))  # fmt: skip
-    return [grid(["c", "arm", "tokens/s", "best of full, dvl@8", "auto over best"], lines)] if lines else []
+                          f"{value / known[best]:.3f}", _pairs(paired(auto, call[best]))))  # fmt: skip
+    head = ["c", "arm", "tokens/s", "best of full, dvl@8", "auto over best", "median of pairs (95% interval)"]
+    return [grid(head, lines)] if lines else []
+
+
+def _pairs(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return NONE
+    bounds = interval(ratios)
+    return f"{statistics.median(ratios):.3f}" + (f" ({bounds[0]:.3f}…{bounds[1]:.3f})" if bounds else "")
 
 
 def budget_curves(cells: Sequence[dict[str, Any]]) -> list[str]:

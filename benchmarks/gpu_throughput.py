@@ -5,19 +5,20 @@
     python benchmarks/gpu_throughput.py --model random:tiny --device cpu --concurrency 4 --seconds 0.5      in miniature
 
 Closed loop: c requests of --prompt-tokens in and --output-tokens out run at a time, greedily, and the next one enters
-when one ends; request n has seed n, so all arms meet the same acceptance trace (speculation/simulated.py). A loop
-starts in the middle: request i of the first c brings i/c of its answer along as a longer prompt, so that contexts and
-ends are spread evenly from the first step on. After --warm-steps steps, tokens are counted for --seconds. Prefill is
-inside the window: decode_s is the device's time in decode steps (the host's on a CPU), rest_s what is left, prefill and
-gaps.
+when one ends; request n has seed n, so all arms meet the same acceptance trace (speculation/simulated.py), and
+repetition r begins at request 10,000 r, so that each is another sample of the text. A loop starts in the middle:
+request i of the first c brings i/c of its answer along as a longer prompt, so that contexts and ends are spread evenly
+from the first step on. After --warm-steps steps, tokens are counted for --seconds (eager arms: --eager-seconds).
+Prefill is inside the window: decode_s is the device's time in decode steps (the host's on a CPU), rest_s what is left,
+prefill and gaps.
 
 --export-trace writes the trace by seed and position of the anchor, so that another engine can be given the same.
 
 Arms: policy[@slots][+wide|+narrow][+eager][+deterministic][+fp8][+kv8][+draftkv8] or a name of ARMS; fp8 is of the
 drafter's weights, kv8 and draftkv8 are the caches of target and drafter in eight bits. They take turns (A B B A) over
 --repeats (eager arms over the first --eager-repeats of them); ratios to the base arm (the first of control, off,
-whichever is there) are paired by repetition; 95% intervals are of the mean log ratio by Student's t. Past --limit
-seconds the remaining runs are skipped and the record says so.
+whichever is there) and of auto to the better of full and dvl@8 are paired by repetition; 95% intervals are of the mean
+log ratio by Student's t. Past --limit seconds the remaining runs are skipped and the record says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import platform
 import statistics
 import sys
@@ -37,7 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_tables import cell_tables, fixed_rates, rate
+from gpu_tables import best_fixed, cell_tables, rate
+from paired_ratios import interval, paired
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -59,7 +60,7 @@ ARMS = {
 }
 TRACED = 1024  # requests of an exported trace
 FLAGS = ("wide", "narrow", "eager", "deterministic", "fp8", "kv8", "draftkv8")
-T_95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom
+REPETITION = 10_000  # request numbers from one repetition to the next
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,13 @@ def acceptance(args: argparse.Namespace) -> SimulatedAcceptance:
 
 
 class Loop:
-    """A closed loop over an engine, in steady state from its start."""
+    """A closed loop over an engine, in steady state from its start. first: number of the first request."""
 
-    def __init__(self, llm: LLM, concurrency: int, args: argparse.Namespace) -> None:
+    def __init__(self, llm: LLM, concurrency: int, args: argparse.Namespace, first: int = 0) -> None:
         self.engine, self.args = llm.engine, args
         self.vocabulary = llm.loaded.config.decoder.vocab_size
         self.finished = 0
-        self._numbers = count()
+        self._numbers = count(first)
         self.first = [self._add(args.output_tokens * index // concurrency) for index in range(concurrency)]
 
     def _add(self, done: int = 0) -> Request:
@@ -175,9 +176,12 @@ class Loop:
             self.engine.step()
 
 
-def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(llm: LLM, arm: Arm, repetition: int, concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run: tokens per second and what its steps did."""
-    return {"note": SIMULATED} | window(Loop(llm, concurrency, args), args.seconds)
+    seconds = args.eager_seconds if arm.eager and args.eager_seconds is not None else args.seconds
+    first = REPETITION * repetition
+    row = window(Loop(llm, concurrency, args, first), seconds)
+    return {"note": SIMULATED, **row, "repetition": repetition, "first_request": first}
 
 
 def window(loop: Loop, seconds: float) -> dict[str, Any]:
@@ -225,8 +229,9 @@ def cell(
 ) -> dict[str, Any]:
     """All arms at one concurrency, in turns. make: an arm's engine for so many requests."""
     engines: dict[str, LLM] = {}
+    arms = {arm.name: arm for arm in map(Arm.parse, args.arms.split(","))}
     made: dict[str, Any] = {"concurrency": concurrency, "note": SIMULATED, "skipped": [], "arms": {}}
-    for arm in map(Arm.parse, args.arms.split(",")):
+    for arm in arms.values():
         try:
             engines[arm.name] = make(arm, concurrency)
         except (RuntimeError, ValueError) as problem:  # one arm that cannot be built leaves the others
@@ -240,12 +245,12 @@ def cell(
         }
     for repeat in range(args.repeats):
         for name in list(engines) if repeat % 2 == 0 else list(engines)[::-1]:
-            if made["arms"][name]["eager"] and repeat >= args.eager_repeats:
+            if arms[name].eager and repeat >= args.eager_repeats:
                 continue
             if time.perf_counter() > deadline:
                 made["skipped"].append(f"{name}, repetition {repeat}: time is up")
                 continue
-            run = measure(engines[name], concurrency, args) | {"repetition": repeat}
+            run = measure(engines[name], arms[name], repeat, concurrency, args)
             made["arms"][name]["runs"].append(run)
             print(
                 f"c={concurrency} {name:12} {run['tokens_per_s']:9.1f} tokens/s {run['step_ms']:7.2f} ms a step, "
@@ -254,7 +259,7 @@ def cell(
                 file=sys.stderr, flush=True,
             )  # fmt: skip
     compare(made["arms"])
-    made["auto_over_best"] = auto_over_best(made["arms"])
+    made |= auto_over_best(made["arms"])
     if torch.cuda.is_available():
         made["memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return made
@@ -270,31 +275,27 @@ def release() -> None:
 def compare(arms: dict[str, Any]) -> None:
     """Medians, and ratios to the base arm paired by repetition, added to each arm."""
     base = next((name for name in ("control", "off") if name in arms), next(iter(arms), ""))
-    known = {run["repetition"]: run["tokens_per_s"] for run in arms.get(base, {}).get("runs", [])}
     for arm in arms.values():
         rates = [run["tokens_per_s"] for run in arm["runs"]]
         if not rates:
             continue
         arm["tokens_per_s"] = statistics.median(rates)
         arm["range"] = [min(rates), max(rates)]
-        ratios = [run["tokens_per_s"] / known[run["repetition"]] for run in arm["runs"] if run["repetition"] in known]
-        if ratios:
+        if ratios := paired(arm, arms[base]):
             arm |= {"base": base, "ratio": statistics.median(ratios), "interval": interval(ratios)}
 
 
-def auto_over_best(arms: dict[str, Any]) -> float | None:
-    """Median tokens per second of auto over the best of full and dvl at 8 slots; None where one is not there."""
-    fixed, auto = fixed_rates(arms), rate(arms.get("auto"))
-    return auto / max(fixed.values()) if auto is not None and fixed else None
-
-
-def interval(ratios: Sequence[float]) -> list[float] | None:
-    """95% interval of the mean log ratio; None of fewer than two."""
-    if len(ratios) < 2:
-        return None
-    logs = [math.log(ratio) for ratio in ratios]
-    half = T_95[min(len(logs) - 1, len(T_95) - 1)] * statistics.stdev(logs) / math.sqrt(len(logs))
-    return [math.exp(statistics.fmean(logs) - half), math.exp(statistics.fmean(logs) + half)]
+def auto_over_best(arms: dict[str, Any]) -> dict[str, Any]:
+    """auto over the better of full and dvl at 8 slots. auto_over_best: ratio of the medians, None where one is missing;
+    auto_over_best_paired: the median of ratios paired by repetition and its interval, where there are any."""
+    best, auto = best_fixed(arms), rate(arms.get("auto"))
+    if best is None or auto is None:
+        return {"auto_over_best": None}
+    made: dict[str, Any] = {"auto_over_best": auto / arms[best]["tokens_per_s"]}
+    if ratios := paired(arms["auto"], arms[best]):
+        found = {"best": best, "ratio": statistics.median(ratios), "interval": interval(ratios)}
+        made["auto_over_best_paired"] = found
+    return made
 
 
 def geometric_means(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -321,6 +322,7 @@ def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--eager-repeats", type=int, default=5, help="of arms without graphs, whose steps take long")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a measured window")
+    parser.add_argument("--eager-seconds", type=float, default=None, help="the same of eager arms (default: --seconds)")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no run begins")
     parser.add_argument("--warm-steps", type=int, default=40)
     parser.add_argument("--prompt-tokens", type=int, default=512)

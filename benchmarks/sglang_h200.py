@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import combinations, pairwise, takewhile
+from itertools import combinations, count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ SWITCHES = {  # variables of an arm's process
 }
 PREFILLS = {"piecewise": "tc_piecewise", "breakable": "breakable"}  # SGLang's names
 PREFILL_TOKENS = [64, 128, 256, 512, 768, 1024, 1536, 2048]  # captured; more are launched kernel by kernel
+REPETITION = 10_000  # request numbers from one repetition to the next, as of gpu_throughput.py
 RANKS = {  # variables unless they are set: no NVLink multicast, which can put a host's GPUs out of service
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -136,11 +137,12 @@ def engine_options(arm: dict[str, Any], args: argparse.Namespace, most: int) -> 
 
 
 class Loop:
-    """c requests at a time; request n has seed n, and the first c bring parts of their answers along as prompts."""
+    """c requests at a time; request n has seed n, and the first c bring parts of their answers along as prompts. first:
+    number of the first request."""
 
-    def __init__(self, engine: Any, concurrency: int, args: argparse.Namespace) -> None:
+    def __init__(self, engine: Any, concurrency: int, args: argparse.Namespace, first: int = 0) -> None:
         self.engine, self.concurrency, self.args = engine, concurrency, args
-        self.numbers = iter(range(10**9))
+        self.numbers = count(first)
         self.failed: list[str] = []
 
     async def run(self, seconds: float) -> None:
@@ -242,7 +244,7 @@ def run_arm(arm: dict[str, Any], args: argparse.Namespace) -> None:
     for concurrency in wanted:
         for repetition in range(args.repeats):
             before = len(log.read_text().splitlines())
-            current = Loop(engine, concurrency, args)
+            current = Loop(engine, concurrency, args, REPETITION * repetition)
             loop.run_until_complete(current.run(args.seconds + args.warm_seconds))
             rows = [json.loads(line) for line in log.read_text().splitlines()[before:]]
             cell = {"concurrency": concurrency, "repetition": repetition, **measure(rows, concurrency, args)}

@@ -40,6 +40,7 @@ def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
         assert cell["skipped"] == []
         for name, arm in cell["arms"].items():
             assert [run["repetition"] for run in arm["runs"]] == ([0] if name == "control" else [0, 1])
+            assert [run["first_request"] for run in arm["runs"]] == ([0] if name == "control" else [0, 10_000])
             for run in arm["runs"]:
                 assert run["note"] == "simulated acceptance"
                 assert run["tokens_per_s"] == pytest.approx(run["tokens"] / run["seconds"])
@@ -62,8 +63,38 @@ def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_auto_stands_beside_whole_blocks_and_half_of_them(bench: ModuleType) -> None:
     speeds = {"off": 400.0, "full": 100.0, "dvl@8": 120.0, "dvl@6": 150.0, "auto": 90.0, "auto+fp8": 300.0}
     arms = {name: {"tokens_per_s": speed} for name, speed in speeds.items()}
-    assert bench.auto_over_best(arms) == pytest.approx(0.75)
-    assert bench.auto_over_best({"full": {}, "auto": {"tokens_per_s": 1.0}}) is None
+    arms = {name: arm | {"runs": []} for name, arm in arms.items()}
+    assert bench.auto_over_best(arms) == {"auto_over_best": pytest.approx(0.75)}
+    assert bench.auto_over_best({"full": {}, "auto": {"tokens_per_s": 1.0}}) == {"auto_over_best": None}
+    for name, speeds in (("dvl@8", (120, 100, 160)), ("auto", (90, 90, 112))):
+        arms[name]["runs"] = [{"repetition": at, "tokens_per_s": float(one)} for at, one in enumerate(speeds)]
+    found = bench.auto_over_best(arms)["auto_over_best_paired"]
+    assert (found["best"], found["ratio"]) == ("dvl@8", pytest.approx(0.75))  # the middle of 0.75, 0.9 and 0.7
+    assert found["interval"] == pytest.approx(bench.interval([0.75, 0.9, 0.7]))
+
+
+def test_each_repetition_is_another_sample_of_requests(bench: ModuleType) -> None:
+    record = bench.main([*MINIATURE, "--arms", "full,dvl@16", "--concurrency", "2", "--repeats", "2"])
+    runs = {name: arm["runs"] for name, arm in record["cells"][0]["arms"].items()}
+    first, second = ([runs[name][at]["mean_progress"] for name in runs] for at in (0, 1))
+    assert first[0] == first[1]  # whole blocks both, the same requests: not a token differs
+    assert second[0] == second[1]
+    assert first != second
+
+
+def test_eager_arms_have_a_window_of_their_own(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = []
+
+    def window(loop, seconds):
+        windows.append(seconds)
+        return {"tokens_per_s": 1.0, "step_ms": 1.0, "mean_progress": 1.0, "slots_per_request": 1.0, "rest_s": 0.0,
+                "seconds": 1.0}  # fmt: skip
+
+    monkeypatch.setattr(bench, "window", window)
+    asked = [*MINIATURE, "--arms", "control,full", "--concurrency", "2", "--repeats", "1", "--seconds", "3"]
+    bench.main(asked)
+    bench.main([*asked, "--eager-seconds", "0.5"])
+    assert windows == [3, 3, 0.5, 3]
 
 
 def test_time_box_is_kept(bench: ModuleType) -> None:

@@ -71,7 +71,7 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"| 32 | 1000 | {whole}" in lines
     mean = "| 1.00× | 4.00× | 2.50× (1 of 2) | 4.90× | 4.10× (1 of 2) | 3.96× (1 of 2) |"
     assert f"| geometric mean {mean}  |" in lines
-    assert "| 32 | auto | 3960 | 4000 (dvl@8) | 0.990 |" in lines  # dvl@16 is faster and does not count
+    assert "| 32 | auto | 3960 | 4000 (dvl@8) | 0.990 | – |" in lines  # dvl@16 is faster and does not count
     assert "| c, tokens/s | dvl@4 | dvl@8 | dvl@16 |" in lines
     assert "| 8 | – | 3000 | – |" in lines
     assert "| 32 | 2500 | 4000 | **4100** |" in lines
@@ -88,7 +88,7 @@ def test_records_of_two_calls_stay_apart_unless_joined(tmp_path: Path, capsys: p
     eight = "| 8 | 500 | 4000 · 8.00× | – | 3000 · 6.00× | – | – | **5050** · 10.00× | 5000 · 9.90× | 0–1 |"
     assert eight in joined
     assert "c = 8, control: 505 in second.json, not shown" in joined
-    assert "| 8 | auto+fp8 | 5050 | 5000 (dvl@8+fp8, alone) | 1.010 |" in joined
+    assert "| 8 | auto+fp8 | 5050 | 5000 (dvl@8+fp8, alone) | 1.010 | – |" in joined
     assert [line.split(" |")[0] for line in joined if " · " in line] == ["| 8", "| 16", "| 32"]
 
 
@@ -103,6 +103,18 @@ def test_ratios_to_different_arms_are_left_out(tmp_path: Path, capsys: pytest.Ca
 def test_auto_is_not_held_against_another_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = throughput({8: {"full": arm(4000, 1.0)}}), throughput({8: {"auto": arm(1000, 1.0)}})
     assert "auto over best" not in printed(capsys, *write(tmp_path, one=one, two=two), "--join")
+
+
+def test_auto_is_paired_with_the_best_by_repetition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Medians 200 and 190; pairs 0.95, 0.9 and 0.9604: the middle, an interval of the mean log."""
+    arms = {"full": arm(150, 1.0), "dvl@8": arm(200, 1.0), "auto": arm(190, 1.0)}
+    for name, speeds in (("dvl@8", (200, 220, 197.84)), ("auto", (190, 198, 190))):
+        arms[name]["runs"] = [{"repetition": at, "tokens_per_s": one} for at, one in enumerate(speeds)]
+    lines = printed(capsys, *write(tmp_path, one=throughput({8: arms}))).splitlines()
+    assert "| 8 | auto | 190 | 200 (dvl@8) | 0.950 | 0.950 (0.859…1.021) |" in lines
+    arms["auto"]["runs"] = arms["auto"]["runs"][:1]
+    lines = printed(capsys, *write(tmp_path, one=throughput({8: arms}))).splitlines()
+    assert "| 8 | auto | 190 | 200 (dvl@8) | 0.950 | 0.950 |" in lines
 
 
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +172,7 @@ def test_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"| off | 0.78× | 1.03× |", "| full | – | 0.90× |"} <= set(lines)
     assert "real.json: smol, GPU, part d, temperature 1" in lines
     assert "| 8 | 100 | 300 · 3.00× | **350** · 3.50× | 343 · 3.43× | 1 |" in lines
-    assert "| 8 | auto | 343 | 350 (dvl) | 0.980 |" in lines
+    assert "| 8 | auto | 343 | 350 (dvl) | 0.980 | – |" in lines
     assert "c = 8: 1 left out, the first: full, repetition 1" in lines
     assert lines.index("real.json: smol, GPU, part d, temperature 0") < lines.index(
         "real.json: smol, GPU, part d, temperature 1"
