@@ -197,8 +197,9 @@ class Engine:
         decoded = self.worker.collect(launched)
         if len(kept) < len(requests):
             decoded, requests = decoded.only(kept), [requests[lane] for lane in kept]
-        cut = [self._commit(request, decoded, lane) for lane, request in enumerate(requests)]
-        self._learn(requests, decoded, cut)
+        records = [self._commit(request, decoded, lane) for lane, request in enumerate(requests)]
+        self._count(records, decoded)
+        self._learn(requests, decoded)
         return requests
 
     def _prefill(self, chunks: list[Chunk]) -> None:
@@ -222,39 +223,41 @@ class Engine:
             known += [token_logprob(scores, i, token, wanted) for i, token in enumerate(fresh)]
         request.prompt_logprobs = known
 
-    def _commit(self, request: Request, decoded: Decoded, lane: int) -> bool:
-        """Append what a step emitted and end the request where it ends; True when tokens were cut."""
-        tokens = decoded.tokens[lane]
+    def _commit(self, request: Request, decoded: Decoded, lane: int) -> StepRecord:
+        """Append what a step emitted and end the request where it ends; the record of its step."""
         if request.first_token_at is None:
             request.first_token_at = time.perf_counter()
-        kept, reason, stop = self._append(request, tokens)
-        accepted = min(decoded.accepted[lane], kept)
-        drafted = decoded.draft.tokens.shape[1]
-        request.steps.append(StepRecord(kept, accepted, decoded.slots[lane], drafted))
-        self._count(request.steps[-1])
+        kept, reason, stop = self._append(request, decoded.tokens[lane])
+        accepted = min(decoded.accepted[lane], len(kept))
+        record = StepRecord(len(kept), accepted, decoded.slots[lane], decoded.draft.tokens.shape[1])
+        request.steps.append(record)
         if request.params.logprobs is not None:
-            self._read_logprobs(request, decoded, lane, kept)
-        self.worker.commit_edits(request, tokens[:kept])
+            self._read_logprobs(request, decoded, lane, len(kept))
+        self.worker.commit_edits(request, kept)
         if reason is not None:
             self._finish(request, reason, stop)
         else:
             self.scheduler.commit(request, request.length - 1)
-        return reason is not None
+        return record
 
-    def _append(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None, int | str | None]:
+    def _append(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, int | str | None]:
         """Tokens kept, and why the request ends with the last of them, if it does."""
-        for count, token in enumerate(tokens, start=1):
-            request.output.append(token)
-            may_stop = len(request.output) >= request.params.min_tokens
-            stopped = request.text.push(token, may_stop) if request.text is not None else False
-            if token in request.end_ids:
-                eos = token in self.worker.models.target.config.eos_token_ids
-                return count, FinishReason.STOP, None if eos else token
-            if stopped:
-                return count, FinishReason.STOP, request.text.stopped_by if request.text else None
-            if len(request.output) >= request.cap:
-                return count, FinishReason.LENGTH, None
-        return len(tokens), None, None
+        before = len(request.output)
+        kept = tokens[: request.cap - before]
+        for end in request.end_ids:
+            if end in kept:
+                kept = kept[: kept.index(end) + 1]
+        stopped = None
+        if request.text is not None:
+            stopped = request.text.push(kept, free=request.params.min_tokens - before - 1)
+            kept = kept[:stopped]
+        request.output += kept
+        if kept and kept[-1] in request.end_ids:
+            eos = kept[-1] in self.worker.models.target.config.eos_token_ids
+            return kept, FinishReason.STOP, None if eos else kept[-1]
+        if stopped is not None and request.text is not None:
+            return kept, FinishReason.STOP, request.text.stopped_by
+        return kept, FinishReason.LENGTH if len(request.output) >= request.cap else None, None
 
     def _read_logprobs(self, request: Request, decoded: Decoded, lane: int, kept: int) -> None:
         assert decoded.result is not None, "a step whose log-probabilities are wanted is eager"
@@ -266,25 +269,27 @@ class Engine:
             token = decoded.tokens[lane][offset]
             request.logprobs.append(token_logprob(scores, start + offset, token, wanted))
 
-    def _count(self, record: StepRecord) -> None:
-        if record.slots > 1:
-            self.counters.drafted_steps += 1
-            self.counters.drafted_emitted += record.emitted
-        self.counters.request_steps += 1
-        self.counters.emitted += record.emitted
-        self.counters.drafted += record.drafted
-        self.counters.accepted += record.accepted
-        self.counters.slots += record.slots
-
-    def _learn(self, requests: list[Request], decoded: Decoded, cut: list[bool]) -> None:
-        """Give the policy the outcome; lanes that were cut or whose logits were edited do not count as clean."""
+    def _count(self, records: list[StepRecord], decoded: Decoded) -> None:
+        """Add one step's records to the counters."""
         counters, shape = self.counters, decoded.shape
         counters.steps += 1
         counters.decode_seconds += decoded.seconds
-        key = "off" if shape.width == 1 else f"{shape.rows / len(requests):.1f}"
+        key = "off" if shape.width == 1 else f"{shape.rows / len(records):.1f}"
         counters.shapes[key] = counters.shapes.get(key, 0) + 1
+        counters.request_steps += len(records)
+        counters.emitted += sum([record.emitted for record in records])
+        counters.drafted += sum([record.drafted for record in records])
+        counters.accepted += sum([record.accepted for record in records])
+        counters.slots += sum(decoded.slots)
+        drafted = [record.emitted for record in records if record.slots > 1]
+        counters.drafted_steps += len(drafted)
+        counters.drafted_emitted += sum(drafted)
+
+    def _learn(self, requests: list[Request], decoded: Decoded) -> None:
+        """Give the policy the outcome; lanes that were cut or whose logits were edited do not count as clean."""
+        counters, shape = self.counters, decoded.shape
         plain = [not request.params.edits_logits for request in requests]
-        clean = [one and not ended for one, ended in zip(plain, cut, strict=True)]
+        clean = [one and request.status is not Status.FINISHED for one, request in zip(plain, requests, strict=True)]
         outcome = StepOutcome(shape, decoded.draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
         self.worker.learn(outcome)
         if self.observer is not None:

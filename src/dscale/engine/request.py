@@ -51,9 +51,10 @@ class TokenLogprob:
     top: dict[int, float] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One sequence being served. `committed` counts tokens whose keys are in the cache; the next one is the anchor."""
+    """One sequence being served; equal to itself alone. `committed` counts tokens whose keys are in the cache; the next
+    one is the anchor."""
 
     id: str
     prompt: list[int]
@@ -87,6 +88,11 @@ class Request:
         """Prompt and output together."""
         return self.prompt + self.output
 
+    def span(self, start: int, stop: int) -> list[int]:
+        """Tokens start … stop - 1, at a cost that does not grow with the rest."""
+        own = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(start - own, 0) : max(stop - own, 0)]
+
     @property
     def length(self) -> int:
         """Tokens so far, anchor included."""
@@ -109,11 +115,10 @@ class Request:
     def page_digests(self, tokens: int) -> list[bytes]:
         """Digests of the full pages within the first `tokens` tokens."""
         full = tokens // PAGE_SIZE
-        text = self.tokens if len(self.digests) < full else []
         while len(self.digests) < full:
             start = len(self.digests) * PAGE_SIZE
             parent = self.digests[-1] if self.digests else b""
-            self.digests.append(page_hash(parent, text[start : start + PAGE_SIZE]))
+            self.digests.append(page_hash(parent, self.span(start, start + PAGE_SIZE)))
         return self.digests[:full]
 
 

@@ -24,7 +24,7 @@ class Chunk:
     @property
     def tokens(self) -> list[int]:
         """Its token ids."""
-        return self.request.tokens[self.start : self.start + self.length]
+        return self.request.span(self.start, self.start + self.length)
 
 
 @dataclass
@@ -90,11 +90,14 @@ class Scheduler:
 
     def _grow_running(self) -> bool:
         """Give each running request pages for its next block, oldest first; False when steps in flight forbid it."""
-        for request in list(self.running):
-            reach = request.longest(self.lookahead) + self.lookahead
-            while request in self.running and not self._reserve(request, reach):
-                if any(one.in_flight for one in self.running):
-                    return False
+        served = 0
+        while served < len(self.running):
+            request = self.running[served]
+            if self._reserve(request, request.longest(self.lookahead) + self.lookahead):
+                served += 1
+            elif any(one.in_flight for one in self.running):
+                return False
+            else:
                 self._preempt(self.running[-1])
         return True
 
@@ -143,9 +146,10 @@ class Scheduler:
         before, request.committed = request.committed, committed
         if request.status is Status.PREFILL and request.prefill_left == 0:
             request.status = Status.DECODE
-        if self.pool.config.prefix_caching:
+        full, known = committed // PAGE_SIZE, before // PAGE_SIZE
+        if full > known and self.pool.config.prefix_caching:
             digests = request.page_digests(committed)
-            for index in range(before // PAGE_SIZE, committed // PAGE_SIZE):
+            for index in range(known, full):
                 self.pool.publish(request.pages[index], digests[index])
 
     def finish(self, request: Request, reason: FinishReason) -> None:

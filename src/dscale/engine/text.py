@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Turns tokens into text piece by piece; a piece may be empty while a character is incomplete."""
+    """Turns tokens into text piece by piece; a piece may be empty while a character is incomplete.
+
+    Pieces joined do not depend on how many tokens a push brings. A copy (copy.copy) goes on from there on its own.
+    """
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that became certain with these tokens."""
@@ -27,11 +31,28 @@ class TextStream:
         self.stopped_by: str | None = None
         self._taken = 0  # characters of text already handed out
 
-    def push(self, token: int, may_stop: bool = True) -> bool:
-        """Take in one token; True when a stop string is now complete (text is cut there)."""
-        before = len(self.text)
-        self.text += self.decoder.push([token])
-        return may_stop and self._find_stop(before)
+    def push(self, tokens: Sequence[int], free: int = 0) -> int | None:
+        """Take in tokens; with how many of them a stop string was complete (text is cut there), None: with none.
+
+        A stop string that the first `free` tokens complete is text like any other.
+        """
+        if not self.stop:
+            self.text += self.decoder.push(tokens)
+            return None
+        text, decoder = self.text, copy.copy(self.decoder)
+        self.text += self.decoder.push(tokens)
+        if not self._find_stop(len(text)):
+            return None
+        self.text, self.decoder, self.stopped_by = text, decoder, None  # once more, to see with which token
+        return self._push_singly(tokens, free)
+
+    def _push_singly(self, tokens: Sequence[int], free: int) -> int | None:
+        for count, token in enumerate(tokens, start=1):
+            before = len(self.text)
+            self.text += self.decoder.push([token])
+            if count > free and self._find_stop(before):
+                return count
+        return None
 
     def finish(self) -> None:
         """No more tokens come: decode what is left, unless a stop string already ended the text."""
