@@ -80,11 +80,14 @@ class Scheduler:
         plan = Plan()
         budget = self.max_prefill_tokens
         for request in self.running:
-            length = min(request.prefill_left, budget) if request.status is Status.PREFILL else 0
-            if length > 0:
-                plan.prefill.append(Chunk(request, request.committed, length))
-                budget -= length
-            if request.prefill_left == length and request.remaining > request.in_flight:
+            if request.status is Status.PREFILL:
+                length = min(request.prefill_left, budget)
+                if length > 0:
+                    plan.prefill.append(Chunk(request, request.committed, length))
+                    budget -= length
+                if request.prefill_left > length:
+                    continue
+            if request.remaining > request.in_flight:
                 plan.decode.append(request)
         return plan
 
@@ -93,7 +96,8 @@ class Scheduler:
         served = 0
         while served < len(self.running):
             request = self.running[served]
-            if self._reserve(request, request.longest(self.lookahead) + self.lookahead):
+            reach = request.longest(self.lookahead) + self.lookahead
+            if reach <= len(request.pages) * PAGE_SIZE or self._reserve(request, reach):
                 served += 1
             elif any(one.in_flight for one in self.running):
                 return False
@@ -102,8 +106,7 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, tokens: int) -> bool:
-        missing = pages_for(tokens) - len(request.pages)
-        fresh = self.pool.take(missing) if missing > 0 else []
+        fresh = self.pool.take(pages_for(tokens) - len(request.pages))
         if fresh is None:
             return False
         request.pages.extend(fresh)

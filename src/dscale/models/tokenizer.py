@@ -18,7 +18,7 @@ class Tokenizer:
 
     def __init__(self, backend: Any, eos_token_ids: Iterable[int] = ()) -> None:
         self.backend = backend
-        self._native = _decodes_natively(backend)
+        self._native = backend.backend_tokenizer if _decodes_natively(backend) else None
         own = [backend.eos_token_id] if backend.eos_token_id is not None else []
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_token_ids, *own]))
 
@@ -57,8 +57,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
-        if self._native:  # several times faster than through the wrapper
-            return self.backend.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self._native is not None:  # several times faster than through the wrapper
+            return self._native.decode(list(ids), skip_special_tokens)
         return self.backend.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -127,9 +127,12 @@ class IncrementalDecoder:
         """New text after these tokens; may be empty."""
         window = [*self._context, *self._held, *ids]
         text = self._tokenizer.decode(window, self._skip)
-        if REPLACEMENT in text and (self._wide or len(ids) > 1):
+        if REPLACEMENT in text and len(ids) > 1:
+            half = len(ids) // 2
+            return self.push(ids[:half]) + self.push(ids[half:])
+        if REPLACEMENT in text and self._wide:
             self._narrow()
-            return "".join([self.push([token]) for token in ids])
+            return self.push(ids)
         known, out = len(self._known), len(self._context)
         if len(text) <= known or text.endswith(REPLACEMENT):
             self._held = window[out:]
