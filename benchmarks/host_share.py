@@ -5,8 +5,12 @@
 
 Steps take the way of a GPU (captured, read one step late) with a stand-in for the device: it runs no model and writes
 the next tokens of a text, `off` one a request and step, the others --progress on average. Its own time is left out.
-Events, pinned copies and launches of CUDA are not in the figure. Milliseconds a step: median and mean over --steps, and
-the median of the parts: plan (scheduler), launch, read, commit (text, pages, counts, what the policy learns).
+Events, pinned copies and launches of CUDA are not in the figure. With --answer 200 answers end after so many tokens,
+each followed by a new request.
+
+Milliseconds of processor time a step, so that other work on the machine counts little: median and mean over --steps,
+and the mean of the parts: add, plan (scheduler), prefill, launch, read, commit (text, pages, counts, what the policy
+learns).
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ import torch
 import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import resolve_dtype
-from dscale.engine.graphs import GraphRunner, Step
+from dscale.engine.graphs import GraphRunner
+from dscale.engine.prefill_graphs import PrefillRunner
+from dscale.engine.request import FinishReason
 from dscale.engine.results import OutputRing, Outputs
 from dscale.models.loader import LoadedTarget, load_target
 
 PROMPT, LENGTH = 24, 1024  # tokens of a prompt, and of the longest answer with it
-PARTS = ("plan", "launch", "read", "commit")
+PARTS = ("add", "plan", "prefill", "launch", "read", "commit")
 REPLAY_SECONDS = 0.002  # what a captured step is said to take, where a policy asks
 
 
@@ -49,16 +55,18 @@ class Script:
         self.draw = np.random.default_rng(0)
         self.seconds_spent = 0.0
 
-    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
-        """Run the step once for the shape of its outputs."""
+    def capture(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Run the step once for the shape of its outputs; a prefill has none that are read."""
         outputs = step()
+        if not isinstance(outputs, Outputs):
+            return outputs, lambda: None
         if outputs.signals is not None:
             outputs.signals.copy_(torch.linspace(1.0, 0.1, outputs.signals.shape[1]).expand_as(outputs.signals))
         return outputs, lambda: self.write(outputs)
 
     def write(self, outputs: Outputs) -> None:
         """A step's results: tokens, emitted, accepted, slots, finished."""
-        began = time.perf_counter()
+        began = time.thread_time()
         lanes, width = outputs.counts.shape[0], outputs.drafts + 1
         drawn = np.minimum(self.draw.geometric(1 / self.progress, lanes), width)
         emitted, at = torch.from_numpy(drawn), self.at[:lanes]
@@ -67,7 +75,7 @@ class Script:
         slots = (emitted + 1).clamp(max=width)
         outputs.counts[:, -4:] = torch.stack([emitted, emitted - 1, slots, torch.zeros_like(emitted)], dim=1)
         at += emitted
-        self.seconds_spent += time.perf_counter() - began
+        self.seconds_spent += time.thread_time() - began
 
     def seconds(self, before: Callable[[], None], replay: Callable[[], None], repeats: int) -> float:
         """What a replay is said to take."""
@@ -81,10 +89,12 @@ class Script:
 class Clock:
     """Seconds that a step spends in parts of it, without those of the device."""
 
-    def __init__(self, llm: LLM, script: Script) -> None:
-        self.engine, self.script = llm.engine, script
+    def __init__(self, llm: LLM, script: Script, asks: Asks) -> None:
+        self.engine, self.script, self.asks = llm.engine, script, asks
         self.spent = dict.fromkeys(PARTS, 0.0)
+        self._watch(self.asks, "ask", "add")
         self._watch(self.engine.scheduler, "schedule", "plan")
+        self._watch(self.engine.worker, "prefill", "prefill")
         self._watch(self.engine.worker, "launch", "launch")
         self._watch(self.engine.worker, "collect", "read")
 
@@ -92,26 +102,45 @@ class Clock:
         call = getattr(owner, method)
 
         def watched(*arguments: Any) -> Any:
-            began, elsewhere = time.perf_counter(), self.script.seconds_spent
+            began, elsewhere = time.thread_time(), self.script.seconds_spent
             try:
                 return call(*arguments)
             finally:
-                self.spent[part] += time.perf_counter() - began - (self.script.seconds_spent - elsewhere)
+                self.spent[part] += time.thread_time() - began - (self.script.seconds_spent - elsewhere)
 
         setattr(owner, method, watched)
 
     def step(self) -> dict[str, float]:
-        """One step of the engine; milliseconds by part, and in all."""
+        """One step of the engine, and a new request for each that ended; milliseconds by part, and in all."""
         self.spent = dict.fromkeys(PARTS, 0.0)
-        began, elsewhere = time.perf_counter(), self.script.seconds_spent
-        self.engine.step()
-        total = time.perf_counter() - began - (self.script.seconds_spent - elsewhere)
+        began, elsewhere = time.thread_time(), self.script.seconds_spent
+        for request in self.engine.step():
+            if request.finish_reason is FinishReason.LENGTH:
+                self.asks.ask()
+        total = time.thread_time() - began - (self.script.seconds_spent - elsewhere)
         self.spent["commit"] = total - sum(self.spent.values())
         return {name: 1e3 * seconds for name, seconds in {**self.spent, "total": total}.items()}
 
 
+class Asks:
+    """Asks one thing after another: prompts from the text, answers of `answer` tokens (0: as long as there is room)."""
+
+    def __init__(self, llm: LLM, text: Sequence[int], answer: int, stop: list[str]) -> None:
+        self.llm, self.text, self.stop = llm, text, stop
+        self.answer, self.asked = answer or LENGTH - PROMPT, 0
+
+    def ask(self, share: float = 1.0) -> None:
+        """Queue a request for this share of an answer."""
+        start = self.asked * 31
+        prompt = [self.text[(start + offset) % len(self.text)] for offset in range(PROMPT)]
+        most = max(round(share * self.answer), 1)
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, stop=self.stop)
+        self.llm.engine.add(str(self.asked), prompt, params, self.asked)
+        self.asked += 1
+
+
 def build(loaded: LoadedTarget, policy: str, requests: int, text: Sequence[int], args: argparse.Namespace) -> LLM:
-    """An engine as on a GPU, over the stand-in, with every request queued."""
+    """An engine as on a GPU, over the stand-in."""
     drafter = "none" if policy == "off" else args.drafter
     llm = LLM(
         loaded, drafter=drafter, predictor=args.predictor, policy=policy, dtype=args.dtype, device="cpu", lag=1,
@@ -124,11 +153,7 @@ def build(loaded: LoadedTarget, policy: str, requests: int, text: Sequence[int],
     script = Script(text, requests, 1.0 if policy == "off" else args.progress)
     worker.ring = OutputRing(requests, max(worker.policy.width, 1), worker.device)
     worker.graphs = GraphRunner(worker.state, worker.models, worker.policy, requests, script)
-    params = SamplingParams(temperature=0.0, max_tokens=LENGTH - PROMPT, ignore_eos=True, stop=args.stop)
-    for number in range(requests):
-        start = number * (len(text) // requests)
-        prompt = [text[(start + offset) % len(text)] for offset in range(PROMPT)]
-        llm.engine.add(str(number), prompt, params, number)
+    worker.prefills = PrefillRunner(worker.state, worker.models, requests * PROMPT, script)
     return llm
 
 
@@ -141,7 +166,10 @@ def cell(
     assert graphs is not None
     script = graphs.backend
     assert isinstance(script, Script)
-    clock = Clock(llm, script)
+    asks = Asks(llm, text, args.answer, args.stop)
+    for number in range(requests):
+        asks.ask((number + 1) / requests if args.answer else 1.0)
+    clock = Clock(llm, script, asks)
     for _ in range(args.warm):
         clock.step()
     before, profile = llm.engine.counters.emitted, cProfile.Profile() if args.profile else None
@@ -151,7 +179,7 @@ def cell(
     if profile is not None:
         profile.disable()
         pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
-    if len(llm.engine.scheduler.running) < requests:
+    if asks.asked > requests and not args.answer:
         raise SystemExit(f"{policy} at {requests}: some of the answers ended within {args.steps} steps; ask for fewer")
     totals = [step["total"] for step in steps]
     return {
@@ -161,7 +189,8 @@ def cell(
         "median_ms": statistics.median(totals),
         "mean_ms": statistics.mean(totals),
         "least_ms": min(totals),
-        "parts_ms": {part: statistics.median(step[part] for step in steps) for part in PARTS},
+        "parts_ms": {part: statistics.mean(step[part] for step in steps) for part in PARTS},
+        "answers": asks.asked - requests,
     }
 
 
@@ -179,6 +208,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", default="off,full,dvl")
     parser.add_argument("--requests", default="1,16,32,64,128")
     parser.add_argument("--progress", type=float, default=4.9, help="mean of the tokens a step before blocks end them")
+    parser.add_argument("--answer", type=int, default=0, help="tokens of an answer; 0: none ends")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--dtype", default="bfloat16")
@@ -203,6 +233,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         "processor": processor(),
         "versions": {"dscale": dscale.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "prefix_caching": args.prefix_caching,
+        "answer": args.answer,
         "steps": args.steps,
         "cells": [],
     }
@@ -210,9 +241,9 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         for requests in map(int, args.requests.split(",")):
             row = cell(loaded, policy, requests, text, args)
             record["cells"].append(row)
-            parts = "  ".join(f"{name} {value:.3f}" for name, value in row["parts_ms"].items())
-            tokens = f"{row['tokens_a_step']:.2f} tokens"
-            print(f"{policy:10} {requests:4} requests  {tokens}  {row['median_ms']:7.3f} ms   {parts}", flush=True)
+            parts = "  ".join(f"{name} {value:.3f}" for name, value in row["parts_ms"].items() if value)
+            about = f"{policy:8} {requests:4} requests  {row['tokens_a_step']:.2f} tokens"
+            print(f"{about}  {row['median_ms']:7.3f} ms, mean {row['mean_ms']:.3f}   {parts}", flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     return record

@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -386,13 +387,13 @@ class SamplingParams:
         """True when the highest logit is taken."""
         return self.temperature == 0.0
 
-    @property
+    @cached_property
     def needs_host(self) -> bool:
         """True when a step needs the host's hand, so that it is neither captured nor read late: logits are edited, or
         log-probabilities wanted."""
         return self.edits_logits or self.logprobs is not None
 
-    @property
+    @cached_property
     def edits_logits(self) -> bool:
         """True when logits depend on the text before them or are biased."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0

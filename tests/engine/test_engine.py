@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dscale.config import InputError, SamplingParams
-from dscale.engine.request import FinishReason
+from dscale.engine.engine import Engine
+from dscale.engine.request import FinishReason, Request
+from dscale.engine.text import TextStream
 from dscale.layers.attention import DenseAttention
 from dscale.layers.rotary import rotary_table
+from dscale.models.tokenizer import IncrementalDecoder
 from tests.engine.pairs import make_llm, tiny_drafter, tiny_target
+from tests.models.test_tokenizer import BYTES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
@@ -124,3 +131,42 @@ def test_alarm_names_the_usual_causes_of_useless_drafts():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm.generate(prompt_token_ids=rows, sampling_params=SamplingParams(temperature=1.0, max_tokens=30))
+
+
+def appended(request: Request, tokens: list[int], eos: tuple[int, ...]) -> tuple:
+    """What `_append` must do, token by token."""
+    for count, token in enumerate(tokens, start=1):
+        request.output.append(token)
+        stopped = request.text.push([token], request.params.min_tokens - len(request.output))
+        if token in request.end_ids:
+            return tokens[:count], FinishReason.STOP, None if token in eos else token
+        if stopped:
+            return tokens[:count], FinishReason.STOP, request.text.stopped_by
+        if len(request.output) >= request.cap:
+            return tokens[:count], FinishReason.LENGTH, None
+    return tokens, None, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_step_ends_a_request_where_its_tokens_one_by_one_would(data: st.DataObject):
+    letters = st.text("abé", min_size=1, max_size=2)
+    params = SamplingParams(
+        stop=data.draw(st.lists(letters, max_size=2, unique=True)), min_tokens=data.draw(st.integers(0, 5)),
+        max_tokens=12,
+    )  # fmt: skip
+    ends = tuple(data.draw(st.lists(st.sampled_from(BYTES.encode("aé")), max_size=2, unique=True)))
+    cap, eos = data.draw(st.integers(1, 9)), ends[:1]
+    target = SimpleNamespace(config=SimpleNamespace(eos_token_ids=eos))
+    engine = Engine(SimpleNamespace(models=SimpleNamespace(target=target)), None, None, 99)  # type: ignore[arg-type]
+    ours, theirs = (Request("a", [0], params, 0, ends, cap) for _ in range(2))
+    for one in (ours, theirs):
+        one.text = TextStream(IncrementalDecoder(BYTES), params.stop)
+    for text in data.draw(st.lists(st.text("abcdé", min_size=1, max_size=4), max_size=5)):
+        result = engine._append(ours, BYTES.encode(text))
+        assert result == appended(theirs, BYTES.encode(text), eos)
+        assert (ours.output, ours.text.text, ours.text.stopped_by) == (
+            theirs.output, theirs.text.text, theirs.text.stopped_by,
+        )  # fmt: skip
+        if result[1] is not None:
+            return

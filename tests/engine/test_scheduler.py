@@ -51,6 +51,24 @@ def test_prompt_is_prefilled_in_chunks_up_to_its_last_token():
     assert chunks == [(0, 32, False), (32, 32, False), (64, 15, True)]
 
 
+def test_requests_that_look_alike_are_told_apart():
+    scheduler = make()
+    first, second = request("a", [5]), request("a", [5])
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule()
+    scheduler.finish(second, FinishReason.ABORT)
+    assert scheduler.running[0] is first
+    assert (first.status, second.status) == (Status.PREFILL, Status.FINISHED)
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 20), st.integers(0, 20))
+def test_span_is_a_slice_of_all_tokens(prompt: int, output: int, start: int, stop: int):
+    one = request("a", list(range(prompt)))
+    one.output = list(range(100, 100 + output))
+    assert one.span(start, stop) == one.tokens[start:stop]
+
+
 def test_one_token_prompt_decodes_at_once():
     scheduler = make()
     scheduler.add(request("a", [5]))

@@ -74,6 +74,19 @@ def test_min_tokens_ignores_stops_until_then():
     assert several.text == "stop go "
 
 
+def test_tokens_are_decoded_when_their_text_is_asked_for():
+    decoder = Pieces("a", "b", "c")
+    pushed = []
+    decoder.push = lambda ids, push=decoder.push: (pushed.append(list(ids)), push(ids))[1]
+    stream = TextStream(decoder)
+    assert [stream.push([0]), stream.push([1, 2])] == [None, None]
+    assert pushed == []
+    assert stream.take() == "abc"
+    stream.push([0])
+    stream.finish()
+    assert (stream.take(), stream.text, pushed) == ("a", "abca", [[0, 1, 2], [0]])
+
+
 def test_finish_adds_what_the_decoder_kept():
     stream = TextStream(Pieces("a", tail="�"))
     stream.push([0])

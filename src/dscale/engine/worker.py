@@ -44,7 +44,8 @@ class Admission(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A decode step in plain values, the same for every rank. rows: of the state; reach: Workspace.max_context."""
+    """A decode step in plain values, the same for every rank. rows: of the state; reach: Workspace.max_context of an
+    eager step."""
 
     rows: list[int]
     shape: StepShape
@@ -303,14 +304,16 @@ class Worker:
 
     def _plan(self, requests: Sequence[Request]) -> StepPlan:
         shape, width = self.policy.shape(len(requests)), self.policy.width
+        params = [request.params for request in requests]
+        captured = self.graphs is not None and not any(one.needs_host for one in params)
         return StepPlan(
             rows=[request.row for request in requests],
             shape=shape,
-            captured=self.graphs is not None and not any(request.params.needs_host for request in requests),
-            all_greedy=all(request.params.greedy for request in requests),
-            reach=max(request.longest(width) for request in requests) + shape.width,
+            captured=captured,
+            all_greedy=all(one.greedy for one in params),
+            reach=0 if captured else max(request.longest(width) for request in requests) + shape.width,
             late=any(request.in_flight for request in requests),
-            compared=not any(request.params.edits_logits for request in requests),
+            compared=captured or not any(one.edits_logits for one in params),
         )
 
     @guarded

@@ -119,7 +119,6 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._context: list[int] = []  # tokens that are out and decoded again, so that joining spaces come out right
-        self._known = ""  # their text
         self._held: list[int] = []  # tokens that are not out
         self._wide = False  # whether the context would be shorter, had its tokens come one by one
 
@@ -133,18 +132,22 @@ class IncrementalDecoder:
         if REPLACEMENT in text and self._wide:
             self._narrow()
             return self.push(ids)
-        known, out = len(self._known), len(self._context)
+        out, known = len(self._context), self._known
         if len(text) <= known or text.endswith(REPLACEMENT):
             self._held = window[out:]
             return ""
         self._context, self._held, self._wide = window[out:], [], len(ids) > 1
-        self._known = self._tokenizer.decode(self._context, self._skip)
         return text[known:]
 
     def finish(self) -> str:
         """Text still held back, with U+FFFD for characters that were never completed."""
         held, self._held = self._held, []
-        return self._tokenizer.decode(self._context + held, self._skip)[len(self._known) :] if held else ""
+        return self._tokenizer.decode(self._context + held, self._skip)[self._known :] if held else ""
+
+    @property
+    def _known(self) -> int:
+        """Characters of the context, which are out."""
+        return len(self._tokenizer.decode(self._context, self._skip)) if self._context else 0
 
     def _narrow(self) -> None:
         """Make the context what it would be, had its tokens come one by one: a broken character spoils its neighbours
@@ -152,5 +155,5 @@ class IncrementalDecoder:
         alone = IncrementalDecoder(self._tokenizer, self._skip)
         for token in self._context:
             alone.push([token])
-        self._context, self._known, self._wide = alone._context, alone._known, False
+        self._context, self._wide = alone._context, False
         self._held = alone._held + self._held

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import gc
 import platform
 import signal
 import socket
@@ -289,12 +290,15 @@ def serve(link: Link) -> None:
 
     load: Load = link.receive(None)[0]
     if load.refit is None:
-        EngineLoop(LLM(load.model, **load.options), link, load.max_waiting).run()
-        return
-    from dscale.serve.refit import Refitter, refitting_recorder
+        llm, refitter = LLM(load.model, **load.options), None
+    else:
+        from dscale.serve.refit import Refitter, refitting_recorder
 
-    llm = LLM(load.model, recorder=refitting_recorder(), **load.options)
-    EngineLoop(llm, link, load.max_waiting, Refitter(llm, load.refit)).run()
+        llm = LLM(load.model, recorder=refitting_recorder(), **load.options)
+        refitter = Refitter(llm, load.refit)
+    gc.collect()
+    gc.freeze()  # what lives as long as the process: to look through it now and then would hold up every stream
+    EngineLoop(llm, link, load.max_waiting, refitter).run()
 
 
 def main() -> int:

@@ -128,6 +128,7 @@ class DeviceState:
         self.min_p = torch.zeros(rows, device=device)
         self.initial = torch.zeros(rows, dtype=torch.bool, device=device)
         self.edits: dict[int, LogitEdits] = {}
+        self._sampling: dict[int, tuple[float, ...]] = {}  # what `admit` wrote last to a row, its seed aside
         self.simulation: Simulation | None = None  # what is accepted, where that is made up
 
     @property
@@ -136,9 +137,13 @@ class DeviceState:
         return self.length.shape[0] - 1
 
     def admit(self, row: int, params: SamplingParams, seed: int, end_ids: Sequence[int]) -> None:
-        """Sampling parameters of a request that starts on this row."""
+        """Sampling parameters of a request that starts on this row; most are like those of the row's last request."""
         # fill_ passes its number to the kernel; an assignment copies it from the host and waits for that
         self.seed[row].fill_(seed)
+        sampling = (params.temperature, params.top_k, params.top_p, params.min_p, *end_ids)
+        if self._sampling.get(row) == sampling:
+            return
+        self._sampling[row] = sampling
         self.temperature[row].fill_(params.temperature)
         self.top_k[row].fill_(params.top_k)
         self.top_p[row].fill_(params.top_p)
