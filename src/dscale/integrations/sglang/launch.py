@@ -21,7 +21,8 @@ from types import FrameType
 from typing import Any
 
 from dscale.config import InputError, require
-from dscale.integrations.sglang.plugin import ALGORITHM, check_version
+from dscale.integrations.sglang.compat import check_version
+from dscale.integrations.sglang.plugin import ALGORITHM
 from dscale.integrations.sglang.settings import Settings
 
 PASSED = {

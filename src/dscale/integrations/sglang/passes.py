@@ -115,7 +115,7 @@ def _own_logits(model: Any) -> Iterator[None]:
     if processor is None or not hasattr(processor, "_copy_logits_to_buffer") or processor.final_logit_softcapping:
         yield
         return
-    processor._copy_logits_to_buffer = lambda logits, metadata: logits[:, : processor.vocab_size]
+    processor._copy_logits_to_buffer = lambda logits, metadata, **_: logits[:, : processor.vocab_size]
     try:
         yield
     finally:

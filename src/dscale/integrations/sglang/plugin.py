@@ -6,29 +6,20 @@ asked for it ends with "Unknown speculative algorithm": it never comes up as pla
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from dscale.config import InputError, require
+from dscale.integrations.sglang import compat
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 ALGORITHM = "DSCALE"
-SUPPORTED = ("0.5.14",)
-
-
-def check_version() -> None:
-    """InputError unless this SGLang is one that the plug-in was written for."""
-    found = metadata.version("sglang")
-    known = ", ".join(SUPPORTED)
-    reason = "its workers and spec infos differ between versions"
-    require(found in SUPPORTED, f"DSCALE: SGLang {found} is not supported ({reason}); supported is {known}")
 
 
 def register() -> None:
     """Called by SGLang: the algorithm, the attention backend, and two places that look for DFLASH by its name."""
-    check_version()
+    compat.check_version()
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
@@ -72,7 +63,10 @@ def _no_hidden(needed: bool, server_args: ServerArgs | None = None) -> bool:
 
 
 def _hold_back(result: None, scheduler: Any) -> None:
-    """See fence.py: where the host does not wait for a step, the scheduler's stream must."""
+    """See fence.py: where the host does not wait for a step, the scheduler's stream must.
+
+    0.5.16 lets it go on once a captured pass has copied its batch; this backend reads the request table until the end.
+    """
     if getattr(scheduler.model_worker, "ahead", False):
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
@@ -85,18 +79,22 @@ def _is_served(server_args: ServerArgs | None = None) -> bool:
 
 def prepare(server_args: ServerArgs) -> None:
     """What DFLASH asks of the arguments; then this backend verifies, and prompts keep the one that was chosen."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
     from dscale.integrations.sglang.settings import Settings
 
     settings = Settings.read()
+    waits = settings.ahead == 1 or not compat.renewed()
+    require(waits, "ahead: 0; the scheduler of SGLang 0.5.16 never waits for a step, allowed is 1")
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
     SpeculativeAlgorithm.DFLASH.handle_server_args(server_args)
     settings.rows(int(server_args.speculative_num_draft_tokens))
-    if not server_args.prefill_attention_backend:
-        server_args.prefill_attention_backend = server_args.attention_backend
-    server_args.decode_attention_backend = "dscale"
-    server_args.speculative_attention_mode = "decode"
-    server_args.speculative_draft_attention_backend = "triton"  # a name the DFLASH worker takes; see DScaleWorker
+    compat.assign(
+        server_args,
+        prefill_attention_backend=compat.prompts_backend(server_args),
+        decode_attention_backend="dscale",
+        speculative_attention_mode="decode",
+        speculative_draft_attention_backend="triton",  # a name the DFLASH worker takes; see DScaleWorker
+    )
     if server_args.enable_multi_layer_eagle or server_args.speculative_draft_window_size is not None:
         raise InputError("DSCALE: --enable-multi-layer-eagle and --speculative-draft-window-size are not supported")
 
@@ -122,10 +120,12 @@ def _algorithm_class() -> type:
         def carries_draft_hidden_states(self) -> bool:
             return False
 
-        def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True) -> Any:
+        def create_future_map(
+            self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True, *further: Any, **named: Any
+        ) -> Any:
             from sglang.srt.managers.overlap_utils import FutureMap
 
-            return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens)
+            return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, *further, **named)
 
         def handle_server_args(self, server_args: ServerArgs) -> None:
             prepare(server_args)
@@ -134,5 +134,7 @@ def _algorithm_class() -> type:
             from dscale.integrations.sglang.settings import Settings
 
             return num_draft_tokens if is_draft_worker else Settings.read().rows(num_draft_tokens)
+
+        get_num_tokens_per_req_for_target_verify = get_num_tokens_per_bs_for_target_verify  # its name in 0.5.16
 
     return DScaleAlgorithm

@@ -31,7 +31,7 @@ from torch import Tensor
 import dscale
 from dscale.config import AnchorLayout, require
 from dscale.engine.graphs import CudaCapture, buckets
-from dscale.integrations.sglang import attention
+from dscale.integrations.sglang import attention, compat
 from dscale.integrations.sglang.counters import Counters
 from dscale.integrations.sglang.drafts import Drafts, Head
 from dscale.integrations.sglang.fence import Fence
@@ -56,6 +56,7 @@ class DScaleWorker(DFlashWorkerV2):
         require_layout(self.draft_model_runner.model_config.hf_config.to_dict())
         target = self.model_runner
         group = get_tp_group()
+        self.first = group.rank_in_group == 0
         self.group = group if group.world_size > 1 else None
         self.check = RankCheck(group) if self.group is not None and self.settings.check_ranks else None
         vocab = int(target.model_config.vocab_size)
@@ -69,7 +70,8 @@ class DScaleWorker(DFlashWorkerV2):
 
     def init_attention_backends(self) -> None:
         """The drafter attends by this project's kernel too."""
-        self.draft_model_runner.server_args.attention_backend = attention.NAME
+        drafter = self.draft_model_runner.server_args
+        compat.assign(drafter, attention_backend=attention.NAME, speculative_draft_attention_backend=attention.NAME)
         super().init_attention_backends()
         table, simulated = self.model_runner.req_to_token_pool.req_to_token, self.settings.simulated
         simulation = None if simulated is None else simulated.on(self.device)
@@ -86,7 +88,7 @@ class DScaleWorker(DFlashWorkerV2):
         reason = self._uncaptured()
         if reason is None:
             self.graphs = self._capture()
-        elif self.cuda and self.tp_rank == 0:
+        elif self.cuda and self.first:
             logger.info("DSCALE: decode steps are not captured whole: %s", reason)
         get_global_server_args().dscale["graphs"] = 0 if self.graphs is None else len(self.graphs.buckets)
 
@@ -99,7 +101,7 @@ class DScaleWorker(DFlashWorkerV2):
             "a CPU": not self.cuda and self.settings.graphs < 2,
             "several ranks": self.group is not None,
             "LoRA": args.enable_lora,
-            "positions in three dimensions": getattr(self.model_runner, "model_is_mrope", False),
+            "positions in three dimensions": compat.three_dimensional(self.model_runner),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -130,8 +132,8 @@ class DScaleWorker(DFlashWorkerV2):
         }
         if self.settings.check_ranks:
             about["steps_compared"] = 0
-        get_global_server_args().dscale = about
-        if self.tp_rank == 0:
+        compat.assign(get_global_server_args(), dscale=about)
+        if self.first:
             logger.info("DSCALE is active: %s", about)
 
     def forward_batch_generation(self, model_worker_batch: Any, on_publish: Any = None) -> GenerationBatchResult:
@@ -147,8 +149,7 @@ class DScaleWorker(DFlashWorkerV2):
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         """The target's pass over prompts, and the drafter's keys of their rows; the host waits for neither."""
-        batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        result = self.target_worker.forward_batch_generation(batch)
+        result = compat.pass_over_prompts(self.target_worker, batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -160,34 +161,33 @@ class DScaleWorker(DFlashWorkerV2):
             target_hidden=result.logits_output.hidden_states, cache_loc=batch.out_cache_loc, positions=positions
         )
         result.logits_output.hidden_states = None
-        following = self._make_next_draft_input_prefill(verified_id=result.next_token_ids, seq_lens=batch.seq_lens)
-        following.verify_done = self._done()
-        result.next_draft_input = following
+        result.next_draft_input = compat.carry(self, result.next_token_ids, batch.seq_lens, self._done)
         return result
 
-    def _validate_phase1_sampling_support(self, model_worker_batch: Any) -> None:
+    def _maybe_build_draft_sampler(self) -> None:
+        """SGLang 0.5.16 would have the drafter's graphs take the highest logits too, which nobody would read."""
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """SGLang's DFLASH warns where it would verify sampled requests greedily; here they are sampled everywhere."""
 
     def _decode(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
-        carried, context = batch.spec_info, batch.seq_lens
+        anchor, context = compat.anchors(batch.spec_info), batch.seq_lens
         if context.is_cuda:  # made on another stream
             context.record_stream(torch.cuda.current_stream())
         self.requests.update(batch)
         count = context.shape[0]
         seeds, initial = self.requests.seeds, self.requests.initial(batch)
         if self.graphs is not None and self.graphs.fits(count) and greedy(batch.sampling_info):
-            given = Lanes(carried.verified_id, context, batch.req_pool_indices, seeds, initial, initial)
+            given = Lanes(anchor, context, batch.req_pool_indices, seeds, initial, initial)
             settled, output, captured = self.graphs.run(given), LogitsProcessorOutput(next_token_logits=None), True
             if on_publish is not None:
                 on_publish(settled.length)
         else:
             live = torch.ones(count, dtype=torch.bool, device=context.device)
             rows = batch.req_pool_indices.long()
-            lanes = Lanes(carried.verified_id.long(), context.long(), rows, seeds, initial, live)
+            lanes = Lanes(anchor.long(), context.long(), rows, seeds, initial, live)
             settled, output, captured = self._launch(batch, lanes, on_publish)
-        # What is allocated SGLang also keeps by request; carried along, it would be read back when a request ends.
-        following = self._make_next_draft_input_decode(verified_id=settled.anchor, new_seq_lens=settled.length)
-        following.verify_done = self._done()
+        following = compat.carry(self, settled.anchor, settled.length, self._done)
         return GenerationBatchResult(
             logits_output=output, next_token_ids=settled.tokens.flatten(), accept_lens=settled.emitted,
             can_run_cuda_graph=captured, next_draft_input=following, speculative_num_draft_tokens=self.block_size,
@@ -197,7 +197,7 @@ class DScaleWorker(DFlashWorkerV2):
     def _launch(self, batch: Any, lanes: Lanes, on_publish: Any) -> tuple[Settled, Any, bool]:
         """A step launched piece by piece, its two passes by SGLang's runners: what it made, the target's output, and
         whether SGLang replayed a graph for that."""
-        planned = self._planned(batch)
+        planned = compat.planned(batch, self.block_size)
         hidden = self._draft(batch, planned, lanes)
         decision = self.stages.decide(hidden, lanes, None if self.group is None else self._agree)
         output, captured = self._verify(batch, planned, decision)
@@ -233,14 +233,6 @@ class DScaleWorker(DFlashWorkerV2):
         )  # fmt: skip
         out = self.draft_model_runner.forward(forward).logits_output
         return out.hidden_states.view(lanes.count, self.block_size, -1)
-
-    def _planned(self, batch: Any) -> tuple[Tensor, int]:
-        """Upper bounds of the committed lengths that the host knows, and their sum (SGLang plans with them)."""
-        carried = batch.spec_info
-        if carried.planning_seq_lens_cpu is not None:
-            return carried.planning_seq_lens_cpu, int(carried.planning_seq_lens_sum)
-        known = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
-        return known, int(known.sum())
 
     def _agree(self, drafts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rank 0 decides drafts and lengths for all."""
