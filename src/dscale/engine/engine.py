@@ -82,7 +82,7 @@ class Engine:
         require(request_id not in self._live, f"request id {request_id!r} is already in use")
         require(len(prompt) > 0, f"request {request_id}: the prompt is empty; give at least one token")
         require(
-            all(0 <= token < vocabulary for token in prompt),
+            min(prompt) >= 0 and max(prompt) < vocabulary,
             f"request {request_id}: prompt token ids must lie in [0, {vocabulary - 1}]",
         )
         require(

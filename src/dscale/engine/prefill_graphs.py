@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,14 +54,14 @@ class PrefillInput:
     def load(self, ids: Sequence[int], pieces: Sequence[Piece], scratch: int) -> None:
         """Describe these pieces with the token ids of all of them, in stream order."""
         host = torch.zeros(self.everything.shape, dtype=torch.int64)
-        rows, lanes, starts, contexts = _parts(host, self.rows.shape[1])
-        rows[2].fill_(scratch)
-        lanes.fill_(scratch)
-        rows[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        # numpy writes a few numbers several times faster
+        rows, lanes, starts, contexts = (part.numpy() for part in _parts(host, self.rows.shape[1]))
+        rows[2] = lanes[:] = scratch
+        rows[0, : len(ids)] = ids
         end = 0
         for index, (row, start, length) in enumerate(pieces):
             first, end = end, end + length
-            rows[1, first:end] = torch.arange(start, start + length)
+            rows[1, first:end] = np.arange(start, start + length)
             rows[2, first:end] = row
             lanes[index], contexts[index] = row, start
             starts[index + 1 :] = end

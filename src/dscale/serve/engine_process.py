@@ -7,7 +7,6 @@ ignores SIGINT and SIGTERM, because the HTTP process decides when to stop, and i
 
 from __future__ import annotations
 
-import copy
 import faulthandler
 import gc
 import platform
@@ -241,7 +240,7 @@ def delta_of(request: Request, told: Usage) -> Delta:
         text=request.text.take(final=ended) if request.text is not None else "",
         token_ids=tokens,
         steps=steps,
-        usage=copy.copy(told),
+        usage=Usage(**vars(told)),
         logprobs=scores,
         prompt_logprobs=request.prompt_logprobs if first and request.params.prompt_logprobs is not None else None,
         finish_reason=request.finish_reason.value if ended and request.finish_reason else None,
