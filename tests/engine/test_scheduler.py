@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from dscale.config import PAGE_SIZE, CacheConfig, InputError, SamplingParams
 from dscale.engine.pages import PagePool, pages_for
-from dscale.engine.request import FinishReason, Request, Status
+from dscale.engine.request import FinishReason, Request, Status, StepRecord, StepRecords
 from dscale.engine.scheduler import Scheduler
 
 WIDTH = 8
@@ -67,6 +68,21 @@ def test_span_is_a_slice_of_all_tokens(prompt: int, output: int, start: int, sto
     one = request("a", list(range(prompt)))
     one.output = list(range(100, 100 + output))
     assert one.span(start, stop) == one.tokens[start:stop]
+
+
+def test_step_records_come_back_as_they_were_and_are_no_objects_meanwhile():
+    rows = [StepRecord(3, 2, 8, 15), StepRecord(1, 0, 16, 15), StepRecord(16, 15, 16, 15)]
+    steps, same = StepRecords(), StepRecords()
+    for row in rows:
+        steps.append(row)
+    for row in rows:
+        same.append(row)
+    assert steps == same == rows
+    assert steps != rows[:2]
+    assert (list(steps), steps[-1], steps[1:], steps[5:]) == (rows, rows[2], rows[1:], [])
+    with pytest.raises(IndexError):
+        steps[3]
+    assert not any(isinstance(one, StepRecord) for one in gc.get_referents(steps, vars(steps)))
 
 
 def test_one_token_prompt_decodes_at_once():

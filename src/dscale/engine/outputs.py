@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dscale.engine.request import Request, StepRecord, TokenLogprob
 
@@ -22,7 +23,7 @@ class RequestMetrics:
     preemptions: int
     first_token: float | None
     total: float | None
-    records: list[StepRecord] = field(default_factory=list)
+    records: Sequence[StepRecord] = ()
 
     @property
     def mean_progress(self) -> float:

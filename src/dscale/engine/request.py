@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import overload
 
 from dscale.config import PAGE_SIZE, SamplingParams, require
 from dscale.engine.pages import page_hash
@@ -42,6 +44,39 @@ class StepRecord:
     drafted: int
 
 
+class StepRecords(Sequence[StepRecord]):
+    """A request's step records, packed: thousands of objects that stay would have Python's garbage collector look
+    through all there is now and then, and no step starts meanwhile."""
+
+    def __init__(self) -> None:
+        self._numbers = array("H")  # emitted, accepted, slots, drafted; and so on
+
+    def append(self, record: StepRecord) -> None:
+        """Add the record of the next step."""
+        self._numbers.extend((record.emitted, record.accepted, record.slots, record.drafted))
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 4
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        start = 4 * range(len(self))[index]
+        return StepRecord(*self._numbers[start : start + 4])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"StepRecords({self[:]})"
+
+
 @dataclass
 class TokenLogprob:
     """Log-probability of an emitted token under the target's raw logits, and of the alternatives asked for."""
@@ -74,7 +109,7 @@ class Request:
     cached_tokens: int = 0
     preemptions: int = 0
     in_flight: int = 0  # decode steps that were started and whose tokens are not known yet
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: StepRecords = field(default_factory=StepRecords)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     text: TextStream | None = None
