@@ -197,7 +197,8 @@ class Engine:
         decoded = self.worker.collect(launched)
         if len(kept) < len(requests):
             decoded, requests = decoded.only(kept), [requests[lane] for lane in kept]
-        records = [self._commit(request, decoded, lane) for lane, request in enumerate(requests)]
+        drafted = decoded.draft.tokens.shape[1]
+        records = [self._commit(request, decoded, lane, drafted) for lane, request in enumerate(requests)]
         self._count(records, decoded)
         self._learn(requests, decoded)
         return requests
@@ -223,13 +224,13 @@ class Engine:
             known += [token_logprob(scores, i, token, wanted) for i, token in enumerate(fresh)]
         request.prompt_logprobs = known
 
-    def _commit(self, request: Request, decoded: Decoded, lane: int) -> StepRecord:
+    def _commit(self, request: Request, decoded: Decoded, lane: int, drafted: int) -> StepRecord:
         """Append what a step emitted and end the request where it ends; the record of its step."""
         if request.first_token_at is None:
             request.first_token_at = time.perf_counter()
         kept, reason, stop = self._append(request, decoded.tokens[lane])
         accepted = min(decoded.accepted[lane], len(kept))
-        record = StepRecord(len(kept), accepted, decoded.slots[lane], decoded.draft.tokens.shape[1])
+        record = StepRecord(len(kept), accepted, decoded.slots[lane], drafted)
         request.steps.append(record)
         if request.params.logprobs is not None:
             self._read_logprobs(request, decoded, lane, len(kept))
