@@ -29,8 +29,8 @@ class ServerSettings:
 
     max_queue: sequences that may wait beyond the max_requests that run. max_body: bytes. Times in seconds.
     max_per_client: open requests of one API key (without keys: of one address). seed None: a new one at every start.
-    stream_interval: between two events of a stream, at least; 0 makes one of every step, None does so on a GPU and on a
-    CPU spaces the events of all streams (engine_process.py).
+    stream_interval: between two events of a stream, at least; 0 makes one of every step, None spaces the events of all
+    streams (engine_process.py).
     stall_seconds: for which the engine may be silent while requests wait before the server calls itself unhealthy.
     refit: fit predictor and calibration to live traffic; refit_min_records new records and refit_every seconds between
     two fits, refit_keep records in memory, refit_dir keeps the last accepted predictor.
