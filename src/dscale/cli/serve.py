@@ -79,7 +79,9 @@ def serve(
     ] = None,
     stream_interval: Annotated[
         float | None,
-        typer.Option(help="Seconds between two events of a stream; 0: one a step (3,000 a second in all, on a CPU 100)."),
+        typer.Option(
+            help="Seconds between two events of a stream; 0: one a step (3,000 a second in all, on a CPU 100)."
+        ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin allowed to call from browsers; repeatable.")
