@@ -133,6 +133,18 @@ def test_a_step_is_in_flight_and_an_ended_request_takes_no_rows_in_it() -> None:
     assert all(k in (0, 8) for _, ks in slots for k in ks)
 
 
+def test_a_policy_hears_for_how_many_requests_a_step_was_launched() -> None:
+    """Its time is that of all of them, also where one has ended meanwhile."""
+    llm = engine("llama", "full", lag=1)
+    worker, launched, outcomes = llm.engine.worker, [], []
+    collect, learn = worker.collect, worker.learn
+    worker.collect = lambda step: (launched.append(len(step.requests)), collect(step))[1]
+    worker.learn = lambda outcome: (outcomes.append(outcome), learn(outcome))[1]
+    requests_of(llm, prompts(12), replace(SEEDED, temperature=3.0, stop_token_ids=[3], max_tokens=30))
+    assert [outcome.live for outcome in outcomes] == launched
+    assert any(len(outcome.slots) < outcome.live for outcome in outcomes)
+
+
 def test_abort_and_stream_leave_no_step_behind() -> None:
     llm = spelling(engine("llama", "full", lag=1))
     pieces = llm.stream(prompts(1)[0], GREEDY)

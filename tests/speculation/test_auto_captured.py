@@ -237,6 +237,17 @@ def test_times_of_a_size_are_corrected_by_its_own_steps() -> None:
     assert float(costs.times(2, WIDTH, 8.0)) < 6e-3
 
 
+def test_the_time_of_a_step_is_that_of_the_requests_it_was_launched_for() -> None:
+    """Nine requests share a bucket of sixteen; one has ended when the step is read, and eight have one of their own."""
+    costs = ReplayCosts(lambda live, shape: (8 if live <= 8 else 16) * shape.share / 1e3)
+    auto = Auto(NoScorer(), NoScorer(), WIDTH, costs, False, (4, 8, 16))
+    costs.shapes = auto.shapes
+    whole, draft = auto.shapes(9)[-1], Draft(torch.zeros(8, WIDTH - 1, dtype=torch.int64), None)
+    auto.observe(StepOutcome(whole, draft, [WIDTH] * 8, [3] * 8, [True] * 8, 0.256, launched=9))
+    assert costs.times(9, WIDTH, 9.0 * WIDTH) == pytest.approx(0.256, rel=1e-3)
+    assert costs.times(8, WIDTH, 8.0 * WIDTH) == pytest.approx(0.128, rel=1e-3)
+
+
 def test_what_all_sizes_share_is_a_first_guess_for_other_requests() -> None:
     costs = ReplayCosts(lambda live, shape: live * shape.share / 1e3)
     auto = Auto(NoScorer(), NoScorer(), WIDTH, costs, False, (4, 8, 16))

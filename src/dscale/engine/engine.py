@@ -200,7 +200,7 @@ class Engine:
         drafted = decoded.draft.tokens.shape[1]
         records = [self._commit(request, decoded, lane, drafted) for lane, request in enumerate(requests)]
         self._count(records, decoded)
-        self._learn(requests, decoded)
+        self._learn(requests, decoded, len(launched.requests))
         return requests
 
     def _prefill(self, chunks: list[Chunk]) -> None:
@@ -286,12 +286,12 @@ class Engine:
         counters.drafted_steps += len(drafted)
         counters.drafted_emitted += sum(drafted)
 
-    def _learn(self, requests: list[Request], decoded: Decoded) -> None:
+    def _learn(self, requests: list[Request], decoded: Decoded, launched: int) -> None:
         """Give the policy the outcome; lanes that were cut or whose logits were edited do not count as clean."""
         counters, shape = self.counters, decoded.shape
         plain = [not request.params.edits_logits for request in requests]
         clean = [one and request.status is not Status.FINISHED for one, request in zip(plain, requests, strict=True)]
-        outcome = StepOutcome(shape, decoded.draft, decoded.slots, decoded.accepted, clean, decoded.seconds)
+        outcome = StepOutcome(shape, decoded.draft, decoded.slots, decoded.accepted, clean, decoded.seconds, launched)
         self.worker.learn(outcome)
         if self.observer is not None:
             self.observer(requests, outcome)

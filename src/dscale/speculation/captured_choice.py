@@ -74,7 +74,7 @@ class CapturedChoice:
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step that ran: its time, its acceptance, and its scores if there are any."""
         shape, draft = outcome.shape, outcome.draft
-        self.costs.observe(len(outcome.slots), shape, outcome.seconds)
+        self.costs.observe(outcome.live, shape, outcome.seconds)
         if shape.width == 1:
             return
         survival = None if draft.survival is None else draft.survival[:, 1:].cpu().numpy()

@@ -165,7 +165,7 @@ class DSpark(Policy):
 
     def observe(self, outcome: StepOutcome) -> None:
         lanes = len(outcome.slots)
-        self.costs.observe(lanes, outcome.shape, outcome.seconds)
+        self.costs.observe(outcome.live, outcome.shape, outcome.seconds)
         if outcome.draft.survival is not None:
             self._recent.append(outcome.draft.survival[:lanes].cpu().numpy())
         self.scorer.observe(outcome)

@@ -60,6 +60,7 @@ class StepOutcome:
     """What a policy may learn from, on the host: slots and accepted drafts per lane, seconds the step took.
 
     clean: lanes whose acceptance speaks of the plain target (no penalties, no bias, not cut at an end).
+    launched: requests the step was made for, some of which may have ended before it did; 0: these lanes alone.
     """
 
     shape: StepShape
@@ -68,6 +69,12 @@ class StepOutcome:
     accepted: list[int]
     clean: list[bool]
     seconds: float
+    launched: int = 0
+
+    @property
+    def live(self) -> int:
+        """Requests that the step's time is that of."""
+        return self.launched or len(self.slots)
 
 
 class Policy(ABC):
