@@ -98,11 +98,11 @@ def test_what_steps_add_is_told_together_where_a_request_asks_for_it(play: Play)
     assert [step for one in rarely for step in one.steps] == [step for one in every for step in one.steps]
 
 
-@pytest.mark.parametrize(("streams", "tokens"), [(1, 3), (4, 10)])
-def test_streams_share_the_events_of_a_cpu(
-    build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, streams: int, tokens: int
+@pytest.mark.parametrize(("streams", "running", "tokens"), [(1, 4, 3), (4, 4, 10), (6, 1, 3)])
+def test_streams_that_run_share_the_events_of_a_cpu(
+    build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, streams: int, running: int, tokens: int
 ) -> None:
-    llm, now = build(policy="off"), [0.0]
+    llm, now = build(policy="off", max_requests=running), [0.0]
     step = llm.engine.step
 
     def slow_step() -> Any:

@@ -205,8 +205,9 @@ class EngineLoop:
             del self._open[request.id]
 
     def _fair_pace(self) -> float:
-        """Seconds between two deltas of a request whose pace is for the engine to say."""
-        return self._share * sum(told.pace is None for told in self._open.values())
+        """Seconds between two deltas of a request whose pace is for the engine to say. Those that wait send none."""
+        sending = [told for told in self._open.values() if told.pace is None]
+        return self._share * sum(told.request.status is not Status.WAITING for told in sending)
 
     def _show(self) -> None:
         """A snapshot when one is due: now and then while something runs, and once when nothing does any more."""
