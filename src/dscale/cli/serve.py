@@ -80,7 +80,7 @@ def serve(
     stream_interval: Annotated[
         float | None,
         typer.Option(
-            help="Seconds between two events of a stream; 0: one a step (3,000 a second in all, on a CPU 100)."
+            help="Seconds between two events of a stream; 0: one a step (default: 3,000 a second in all; on a CPU 100)."
         ),
     ] = None,
     cors_origin: Annotated[
