@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +32,16 @@ def dense_logprobs(target, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         hidden, _ = target.model(torch.tensor(ids), DenseAttention(decoder, table, 1, len(ids)))
         return target.model.logits(hidden).log_softmax(-1)
+
+
+def test_metrics_become_json():
+    target = tiny_target("qwen3", vocab=23)
+    (output,) = make_llm(target, "full", tiny_drafter(target)).generate(
+        prompt_token_ids=[[1, 2, 3]], sampling_params=GREEDY
+    )
+    records = json.loads(json.dumps(asdict(output.metrics)))["records"]
+    assert len(records) == output.metrics.steps
+    assert sum(record["emitted"] for record in records) == 20
 
 
 @pytest.mark.parametrize("chunk", [5, 64])

@@ -71,3 +71,11 @@ def test_what_was_seen_long_ago_is_doubted_again() -> None:
     soon = times.doubts(2)[1]
     run(times, 2, 10.0, 400)
     assert soon < 0.01 < times.doubts(2)[1] < 0.05
+
+
+def test_a_short_step_stays_believable_when_long_ones_are_far_below_their_replays() -> None:
+    times = StepTimes(np.array([0.2, 2.0]))
+    for _ in range(4):
+        times.observe(1, 1, 0.7)
+    assert times.seconds()[1] == pytest.approx(0.7, rel=0.05)
+    assert times.seconds()[0] == pytest.approx(0.04)

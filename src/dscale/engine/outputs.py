@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dscale.engine.request import Request, StepRecord, TokenLogprob
 
@@ -23,7 +22,7 @@ class RequestMetrics:
     preemptions: int
     first_token: float | None
     total: float | None
-    records: Sequence[StepRecord] = ()
+    records: list[StepRecord] = field(default_factory=list)
 
     @property
     def mean_progress(self) -> float:
@@ -43,7 +42,7 @@ class RequestMetrics:
             preemptions=request.preemptions,
             first_token=None if request.first_token_at is None else request.first_token_at - request.arrived,
             total=None if request.finished_at is None else request.finished_at - request.arrived,
-            records=records,
+            records=records[:],
         )
 
 

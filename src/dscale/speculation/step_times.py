@@ -21,6 +21,7 @@ NOISE = 0.01  # of one step
 WANDER = 0.003  # of `shared` from step to step
 MOVED = 0.1  # of `shared` for a change of the requests by as much as their number
 AGING = 0.001  # of `own` from step to step: what was seen long ago is less certain
+LEAST = 0.2  # of its replay: less no size is believed to take, whatever the others taught
 SURPRISE = 0.02  # miss from which a step may be a hiccup: half of what is beyond counts as noise of its own
 
 
@@ -42,7 +43,7 @@ class StepTimes:
 
     def seconds(self) -> Numbers:
         """Expected seconds [S]."""
-        return self.replays + self.unit * (self._mean[0] + self._mean[1:])
+        return np.maximum(self.replays + self.unit * (self._mean[0] + self._mean[1:]), LEAST * self.replays)
 
     def doubts(self, size: int) -> Numbers:
         """Standard deviation [S] of each size's time against that of `size`, as a share of the former."""
