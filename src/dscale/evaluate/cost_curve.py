@@ -20,7 +20,7 @@ from dscale.config import InputError, SamplingParams, require
 from dscale.engine.llm import LLM
 from dscale.models.drafter import Drafter
 from dscale.models.loader import LoadedTarget
-from dscale.speculation.costs import Numbers, StepCosts
+from dscale.speculation.costs import Costs, Numbers
 from dscale.speculation.workspace import StepShape
 from dscale.train.artifacts import Report, read_json, silent
 
@@ -57,11 +57,10 @@ class TimedStep:
     decide: float = 0.0
 
 
-class MeasuredCosts(StepCosts):
-    """StepCosts whose times are a fixed table; steps that are observed change nothing."""
+class MeasuredCosts(Costs):
+    """Times are a fixed table; steps that are observed change nothing."""
 
     def __init__(self, steps: list[TimedStep]) -> None:
-        super().__init__(_not_measured, _not_measured)
         require(bool(steps), "costs: no step was timed")
         self.steps = steps
 
@@ -94,10 +93,6 @@ class MeasuredCosts(StepCosts):
         what = "drafted steps" if width > 1 else "plain steps"
         require(bool(found), f"costs: no {what} of {live} requests were timed; timed are {known}")
         return found
-
-
-def _not_measured(rows: int) -> float:
-    raise InputError(f"costs: {rows} rows were not timed")
 
 
 def to_record(steps: list[TimedStep], **about: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dscale.models.decoder import Target
 from dscale.speculation.budget import allocate_exact
 from dscale.speculation.captured_choice import CapturedChoice
-from dscale.speculation.costs import ReplayCosts, StepCosts
+from dscale.speculation.costs import Costs, ReplayCosts
 from dscale.speculation.policies import Draft, Policy, Scorer, StepOutcome
 from dscale.speculation.workspace import StepShape
 
@@ -89,7 +89,7 @@ class Auto(Policy):
         full: Scorer,
         narrow: Scorer,
         width: int,
-        costs: StepCosts,
+        costs: Costs,
         resizes: bool,
         budgets: tuple[int, ...] = (),
     ) -> None:

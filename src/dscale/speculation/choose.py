@@ -10,7 +10,7 @@ from dscale.models.decoder import Target
 from dscale.speculation.auto import Auto
 from dscale.speculation.budget import allocate_exact, allocate_seeded
 from dscale.speculation.confidence import ConfidenceModel
-from dscale.speculation.costs import StepCosts
+from dscale.speculation.costs import Costs
 from dscale.speculation.dspark import DSpark, TemperedScorer
 from dscale.speculation.features import FeatureProjections
 from dscale.speculation.policies import ConfidenceScorer, Fixed, Off, Policy, PredictorScorer, Scorer, SharedBudget
@@ -45,7 +45,7 @@ def build_policy(
     width: int,
     slots: float,
     scorer: Scorer | None,
-    costs: StepCosts,
+    costs: Costs,
     resizes: bool,
     budgets: tuple[int, ...] = (),
     device: torch.device | str = "cpu",

@@ -3,6 +3,7 @@ the steps that really ran. `auto` weighs this against expected acceptance (dscal
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -35,8 +36,20 @@ class Curve:
         self._rows, self._seconds = sizes.astype(float), np.concatenate([self._seconds, fresh])
 
 
-class StepCosts:
-    """Expected seconds of a step: the two curves plus what observed steps took beyond them.
+class Costs(ABC):
+    """Expected seconds of a step."""
+
+    @abstractmethod
+    def times(self, live: int, width: int, rows: Numbers | float) -> Numbers:
+        """Seconds of a step of `live` requests that drafts blocks of `width` (1: none) and verifies `rows` rows."""
+
+    @abstractmethod
+    def observe(self, live: int, shape: StepShape, seconds: float) -> None:
+        """Take in the time of a step that ran."""
+
+
+class StepCosts(Costs):
+    """The two curves plus what observed steps took beyond them.
 
     The rest (attention over the context, sampling, Python) hardly depends on the rows, so it is added, not multiplied;
     it is kept for drafted and for plain steps and for each number of requests.
@@ -49,7 +62,6 @@ class StepCosts:
         self._rest: dict[tuple[bool, int], float] = {}
 
     def times(self, live: int, width: int, rows: Numbers | float) -> Numbers:
-        """Seconds of a step of `live` requests that drafts blocks of `width` (1: none) and verifies `rows` rows."""
         return np.maximum(self._curves(live, width, rows) + self.rest(live, width > 1), 1e-6)
 
     def _curves(self, live: int, width: int, rows: Numbers | float) -> Numbers:
@@ -71,8 +83,8 @@ class StepCosts:
         self._rest[(drafted, live)] = before + (self.SMOOTHING if known else 0.5) * (seen - before)
 
 
-class ReplayCosts(StepCosts):
-    """StepCosts of captured steps: timed replays, corrected by the steps that ran (step_times.py). Each bucket of
+class ReplayCosts(Costs):
+    """Of captured steps: timed replays, corrected by the steps that ran (step_times.py). Each bucket of
     requests has its own sizes, and costs what it costs however many of its lanes are live.
 
     replay: (requests, shape) → seconds of the captured step that serves them; shapes: (requests) → those that exist.
@@ -81,7 +93,6 @@ class ReplayCosts(StepCosts):
     def __init__(
         self, replay: Callable[[int, StepShape], float], shapes: Callable[[int], list[StepShape]] | None = None
     ) -> None:
-        super().__init__(_unknown, _unknown)
         self.replay, self.shapes = replay, shapes
         self._sizes: dict[int, tuple[StepTimes, list[tuple[int, float]]]] = {}  # by requests; widths and shares
         self._known: dict[tuple[float, ...], StepTimes] = {}  # by replays: requests of one bucket share them
@@ -119,7 +130,3 @@ class ReplayCosts(StepCosts):
 def _nearest(sizes: list[tuple[int, float]], shape: StepShape) -> int:
     """The place of a shape among (width, share)."""
     return min(range(len(sizes)), key=lambda at: (sizes[at][0] != shape.width, abs(sizes[at][1] - shape.share)))
-
-
-def _unknown(rows: int) -> float:
-    raise AssertionError("captured steps are timed whole")

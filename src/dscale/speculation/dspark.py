@@ -23,7 +23,7 @@ from dscale.kernels.top_logits import top_logits
 from dscale.models.decoder import Target
 from dscale.speculation.budget import allocate_exact
 from dscale.speculation.confidence import signals
-from dscale.speculation.costs import StepCosts
+from dscale.speculation.costs import Costs
 from dscale.speculation.policies import Draft, Policy, Scorer, StepOutcome
 from dscale.speculation.transfer import place_tensor
 from dscale.speculation.workspace import StepShape
@@ -132,7 +132,7 @@ class DSpark(Policy):
 
     name = "dspark"
 
-    def __init__(self, scorer: Scorer, width: int, costs: StepCosts) -> None:
+    def __init__(self, scorer: Scorer, width: int, costs: Costs) -> None:
         self.scorer, self.width, self.costs = scorer, width, costs
         self.shares = sorted({min(share, width) for share in (*SHARES, width)})
         self._recent: deque[NDArray] = deque(maxlen=DELAY)  # q [N, W] of past steps
