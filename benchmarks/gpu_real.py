@@ -35,7 +35,8 @@ from typing import Any
 
 import torch
 from gpu_smoke import QUESTIONS
-from gpu_throughput import REPETITION, Arm, Loop, auto_over_best, compare, geometric_means, release, window
+from gpu_throughput import Arm, Loop, auto_over_best, compare, geometric_means, release, window
+from paired_ratios import REPETITION
 
 import dscale
 from dscale import LLM, SamplingParams

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from gpu_tables import best_fixed, cell_tables, rate
-from paired_ratios import interval, paired
+from paired_ratios import REPETITION, interval, paired
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -60,7 +60,6 @@ ARMS = {
 }
 TRACED = 1024  # requests of an exported trace
 FLAGS = ("wide", "narrow", "eager", "deterministic", "fp8", "kv8", "draftkv8")
-REPETITION = 10_000  # request numbers from one repetition to the next
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from dscale.engine.graphs import GraphRunner
 from dscale.engine.prefill_graphs import PrefillRunner
 from dscale.engine.request import FinishReason
 from dscale.engine.results import OutputRing, Outputs
+from dscale.evaluate.machine import processor
 from dscale.models.loader import LoadedTarget, load_target
 
 PROMPT, LENGTH = 24, 1024  # tokens of a prompt, and of the longest answer with it
@@ -247,13 +248,6 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     if args.out is not None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     return record
-
-
-def processor() -> str:
-    """The processor's name, as the system gives it."""
-    path = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ from itertools import combinations, count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
+from paired_ratios import REPETITION
+
 BACKENDS = ("fa3", "triton", "flashinfer", "torch_native", "dscale")
 LAYOUTS = ("packed", "wide", "narrow")
 SWITCHES = {  # variables of an arm's process
@@ -46,7 +48,6 @@ SWITCHES = {  # variables of an arm's process
 }
 PREFILLS = {"piecewise": "tc_piecewise", "breakable": "breakable"}  # SGLang's names
 PREFILL_TOKENS = [64, 128, 256, 512, 768, 1024, 1536, 2048]  # captured; more are launched kernel by kernel
-REPETITION = 10_000  # request numbers from one repetition to the next, as of gpu_throughput.py
 RANKS = {  # variables unless they are set: no NVLink multicast, which can put a host's GPUs out of service
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

@@ -22,7 +22,7 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def installed(found: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    compat.renewed.cache_clear()
+    compat.newer.cache_clear()
     monkeypatch.setattr(compat.metadata, "version", lambda name: {"sglang": found}[name])
     return found
 
@@ -30,12 +30,12 @@ def installed(found: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(autouse=True)
 def _forget() -> Any:
     yield
-    compat.renewed.cache_clear()
+    compat.newer.cache_clear()
 
 
 def test_supported_versions_are_told_apart(version: str) -> None:
     compat.check_version()
-    assert compat.renewed() == (version == "0.5.16")
+    assert compat.newer() == (version == "0.5.16")
 
 
 @pytest.mark.parametrize("found", ["0.5.13", "0.5.15", "0.5.17", "0.5.14.post1", "0.6.0"])

@@ -27,14 +27,14 @@ def check_version() -> None:
 
 
 @cache
-def renewed() -> bool:
+def newer() -> bool:
     """Whether this is 0.5.16, not 0.5.14."""
     return metadata.version("sglang") != SUPPORTED[0]
 
 
 def assign(arguments: Any, **fields: Any) -> None:
     """Set server arguments. 0.5.16 applies what was declared after what was only assigned, so there it is declared."""
-    if renewed():
+    if newer():
         arguments.override("dscale", **fields)
         return
     for name, value in fields.items():
@@ -43,7 +43,7 @@ def assign(arguments: Any, **fields: Any) -> None:
 
 def prompts_backend(arguments: Any) -> str | None:
     """The attention backend that was chosen for prompts, while the arguments are being resolved."""
-    if renewed():
+    if newer():
         from sglang.srt.arg_groups.overrides import resolved_view
 
         arguments = resolved_view(arguments)
@@ -55,7 +55,7 @@ def pass_over_prompts(target: Any, batch: Any) -> Any:
     """The target worker's result for a batch of prompts, taps of all rows in it."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-    if renewed():
+    if newer():
         return target.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
     batch.capture_hidden_mode = CaptureHiddenMode.FULL
     return target.forward_batch_generation(batch)
@@ -63,13 +63,13 @@ def pass_over_prompts(target: Any, batch: Any) -> Any:
 
 def anchors(carried: Any) -> Tensor:
     """Of what passes from a step to the next: each request's last token, int [N]."""
-    tokens: Tensor = carried.bonus_tokens if renewed() else carried.verified_id
+    tokens: Tensor = carried.bonus_tokens if newer() else carried.verified_id
     return tokens
 
 
 def carry(worker: Any, anchor: Tensor, length: Tensor, done: Callable[[], Any]) -> Any:
     """What passes to the next step. done makes an event that this one has ended, for a scheduler that waits for it."""
-    if renewed():
+    if newer():
         return worker._make_next_draft_input_decode(bonus_tokens=anchor, new_seq_lens=length)
     # What is allocated SGLang also keeps by request; carried along, it would be read back when a request ends.
     following = worker._make_next_draft_input_decode(verified_id=anchor, new_seq_lens=length)
@@ -80,7 +80,7 @@ def carry(worker: Any, anchor: Tensor, length: Tensor, done: Callable[[], Any]) 
 def planned(batch: Any, width: int) -> tuple[Tensor, int]:
     """Upper bounds of the committed lengths that the host knows, int [N], and their sum (SGLang plans with them)."""
     carried, known = batch.spec_info, batch.seq_lens_cpu
-    if not renewed():
+    if not newer():
         if carried.planning_seq_lens_cpu is not None:
             return carried.planning_seq_lens_cpu, int(carried.planning_seq_lens_sum)
         known = known if known is not None else batch.seq_lens.cpu()

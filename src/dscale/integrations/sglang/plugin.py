@@ -82,7 +82,7 @@ def prepare(server_args: ServerArgs) -> None:
     from dscale.integrations.sglang.settings import Settings
 
     settings = Settings.read()
-    waits = settings.ahead == 1 or not compat.renewed()
+    waits = settings.ahead == 1 or not compat.newer()
     require(waits, "ahead: 0; the scheduler of SGLang 0.5.16 never waits for a step, allowed is 1")
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
