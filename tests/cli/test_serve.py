@@ -157,7 +157,7 @@ def test_help_has_an_example(dscale):
 def test_streams_that_run_when_it_is_told_to_stop_all_finish(target):
     started = threading.Barrier(33)
     with Served(target, DSCALE_MAX_REQUESTS="32") as server, ThreadPoolExecutor(32) as pool:
-        answers = [pool.submit(stream, server.url, 120, started) for _ in range(32)]
+        answers = [pool.submit(stream, server.url, 800, started) for _ in range(32)]
         started.wait(60)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
