@@ -51,7 +51,20 @@ def test_a_running_server(dscale, prompts, tmp_path) -> None:  # noqa: F811
     assert [row.id for row in run.rows] == ["words:0#0", "words:1#0", "words:2#0", "words:0#1"]
     assert (record.manifest["requests"], record.manifest["distinct"]) == (4, 3)
     assert record.arms[0].engine == "vllm"
+    assert all(run.client_busy is not None and 0 < run.client_busy <= 1 for run in record.runs)
     assert record.command.startswith("dscale bench")
+
+
+def test_a_client_that_was_the_limit_says_so(dscale, prompts, tmp_path, monkeypatch) -> None:  # noqa: F811
+    monkeypatch.setattr("dscale.evaluate.bench.BUSY_CLIENT", 0.0)
+    out = tmp_path / "record.json"
+    with stub_server() as (url, _):
+        code, _, err = dscale("bench", "--base-url", f"a={url}", "--prompts", prompts, *SMALL, "--concurrency", "2",
+                              "--out", out)  # fmt: skip
+    assert code == 0
+    (note,) = [one for one in read_record(out).notes if "the client used" in one]
+    assert note.startswith("a, boot 0, c = 2, run 0: ")
+    assert f"dscale bench: {note}" in err
 
 
 def test_no_throughput_when_a_request_failed(dscale, prompts, tmp_path) -> None:  # noqa: F811

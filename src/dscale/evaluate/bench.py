@@ -24,6 +24,7 @@ from dscale.train.artifacts import write_json
 from dscale.versions import versions
 
 NOT_UP = "could not be measured"
+BUSY_CLIENT = 0.8  # of a core: beyond it answers wait for the client now and then
 
 
 class View(Watcher):
@@ -181,15 +182,17 @@ class Bench:
         counters: dict[str, Any] = {}
         try:
             measured, counters = served.run(turn.concurrency, plan.rate, plan.wanted.seed + turn.run, self.view)
-            rows, window = measured.rows, measured.window_s
+            rows, window, busy = measured.rows, measured.window_s, measured.client_busy
             alive = served.alive() if any(row.error for row in rows) else True
         except ArmGone as error:
             rows, window, alive = failed_rows(self.starter.manifest, str(error)), 0.0, False
+            busy = None
         order = max((run.order for run in self.record.runs), default=-1) + 1
-        run = Run(turn.arm.name, turn.concurrency, turn.boot, turn.run, order, window, rows, plan.rate, counters)
+        run = Run(turn.arm.name, turn.concurrency, turn.boot, turn.run, order, window, rows, plan.rate, counters, busy)
         self.record = replace(self.record, runs=(*self.record.runs, run))
         self._save()
         self.view.ended(run)
+        self._note(limited_by_client(run))
         return alive
 
     def _note(self, note: str | None) -> None:
@@ -201,6 +204,14 @@ class Bench:
     def _save(self) -> None:
         if self.out is not None:
             write_json(self.out, self.record.as_json())
+
+
+def limited_by_client(run: Run) -> str | None:
+    """What must be known of a run whose client had hardly a moment to spare."""
+    if run.client_busy is None or run.client_busy <= BUSY_CLIENT:
+        return None
+    where = f"{run.arm}, boot {run.boot}, c = {run.concurrency}, run {run.run}"
+    return f"{where}: the client used {run.client_busy:.2f} of a core: it, not the server, may have been the limit"
 
 
 def failed_rows(manifest: Manifest, why: str) -> tuple[RequestRow, ...]:

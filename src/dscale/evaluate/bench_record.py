@@ -70,6 +70,7 @@ class Run:
     order: place among all runs of the record. window_s: first measured submission to last completion. rate: requests
     a second of an open loop, None in a closed one. counters: differences of the server's own counters over the window,
     by our names (drafts, accepted, verified, steps, step_seconds, accepted_by_position …); empty when it has none.
+    client_busy: share of a core that the client of a server used over the window; None without one, and in old records.
     """
 
     arm: str
@@ -81,6 +82,7 @@ class Run:
     rows: tuple[RequestRow, ...]
     rate: float | None = None
     counters: dict[str, Any] = field(default_factory=dict)
+    client_busy: float | None = None
 
     @property
     def failed(self) -> tuple[RequestRow, ...]:

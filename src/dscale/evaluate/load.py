@@ -13,16 +13,16 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from dscale.evaluate.bench_record import RequestRow
+from dscale.evaluate.connection import ANSWER_SECONDS, CONNECT_SECONDS, Broken, Connections, Unreachable
 from dscale.evaluate.manifest import BenchRequest
 
-CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 900.0
 PATH = "/v1/chat/completions"
 NOT_SENT = "not sent"
 
@@ -61,7 +61,7 @@ class Server:
     tokenizer: Any = None
 
     def client(self, connections: int) -> httpx.AsyncClient:
-        """An HTTP client for this many requests at a time; proxies of the environment are not used."""
+        """An HTTP client for the questions around a load; proxies of the environment are not used."""
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS, pool=None)
@@ -87,43 +87,41 @@ class Server:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rows in the order of the requests; window_s: first submission to last completion."""
+    """Rows in the order of the requests; window_s: first submission to last completion. client_busy: share of a
+    core that the client used over the window, None where the engine is asked without one."""
 
     rows: tuple[RequestRow, ...]
     window_s: float
+    client_busy: float | None = None
 
 
 async def closed_loop(
     server: Server, requests: Sequence[BenchRequest], concurrency: int, temperature: float, watcher: Watcher
 ) -> Measured:
     """c workers; each sends its next request when its last one has ended."""
-    async with server.client(concurrency) as client:
-        load = _Load(server, client, temperature, Progress(len(requests)), watcher)
-        waiting = deque(enumerate(requests))
+    load = _Load(server, temperature, Progress(len(requests)), watcher)
+    waiting = deque(enumerate(requests))
 
-        async def work() -> None:
-            while waiting:
-                index, request = waiting.popleft()
-                load.rows[index] = await load.answer(request)
+    async def work() -> None:
+        while waiting:
+            index, request = waiting.popleft()
+            load.rows[index] = await load.answer(request)
 
-        await asyncio.gather(*(work() for _ in range(min(concurrency, len(requests)))))
-    return load.measured()
+    return await load.over(work() for _ in range(min(concurrency, len(requests))))
 
 
 async def open_loop(
     server: Server, requests: Sequence[BenchRequest], rate: float, temperature: float, seed: int, watcher: Watcher
 ) -> Measured:
     """Requests sent at the times of a Poisson process of `rate` a second, whatever has ended by then."""
-    async with server.client(len(requests)) as client:
-        load = _Load(server, client, temperature, Progress(len(requests)), watcher)
+    load = _Load(server, temperature, Progress(len(requests)), watcher)
 
-        async def send(index: int, request: BenchRequest, due: float) -> None:
-            await asyncio.sleep(max(0.0, load.progress.began + due - time.perf_counter()))
-            load.rows[index] = await load.answer(request)
+    async def send(index: int, request: BenchRequest, due: float) -> None:
+        await asyncio.sleep(max(0.0, load.progress.began + due - time.perf_counter()))
+        load.rows[index] = await load.answer(request)
 
-        due = arrivals(len(requests), rate, seed)
-        await asyncio.gather(*(send(*one, at) for one, at in zip(enumerate(requests), due, strict=True)))
-    return load.measured()
+    due = arrivals(len(requests), rate, seed)
+    return await load.over(send(*one, at) for one, at in zip(enumerate(requests), due, strict=True))
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
@@ -138,13 +136,21 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 class _Load:
     """One pass over the requests."""
 
-    def __init__(
-        self, server: Server, client: httpx.AsyncClient, temperature: float, progress: Progress, watcher: Watcher
-    ) -> None:
-        self.server, self.client, self.temperature = server, client, temperature
+    def __init__(self, server: Server, temperature: float, progress: Progress, watcher: Watcher) -> None:
+        self.server, self.temperature = server, temperature
+        self.connections = Connections(server.base_url, PATH, server.token)
         self.progress, self.watcher = progress, watcher
         self.rows: dict[int, RequestRow] = {}
         self.gone: str | None = None  # why the server cannot be reached any more
+
+    async def over(self, work: Iterable[Coroutine[Any, Any, None]]) -> Measured:
+        """Do all the work at once. All of it is done in this thread, so that its processor time is the client's."""
+        spent = time.thread_time()
+        try:
+            await asyncio.gather(*work)
+            return self.measured(time.thread_time() - spent)
+        finally:
+            self.connections.close()
 
     def now(self) -> float:
         return time.perf_counter() - self.progress.began
@@ -167,19 +173,16 @@ class _Load:
     async def _post(self, request: BenchRequest, stream: _Stream) -> str | None:
         """Read the answer into the stream; what went wrong in one line, or None."""
         try:
-            async with self.client.stream("POST", PATH, json=self.server.body(request, self.temperature)) as response:
-                if response.status_code != 200:
-                    return f"HTTP {response.status_code}: {_message(await response.aread())}"
-                if "json" in response.headers.get("content-type", ""):
-                    stream.whole(await response.aread())
-                    return None
-                async for data in response.aiter_raw():
-                    stream.feed(data)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self.gone = f"{self.server.base_url} cannot be reached ({_reason(error)})"
+            reply = await self.connections.post(self.server.body(request, self.temperature), stream.feed)
+        except Unreachable as error:
+            self.gone = f"{self.server.base_url} cannot be reached ({_line(error)})"
             return self.gone
-        except httpx.HTTPError as error:
-            return f"the connection broke after {stream.events} events ({_reason(error)})"
+        except Broken as error:
+            return f"the connection broke after {stream.events} events ({_line(error)})"
+        if reply.status != 200:
+            return f"HTTP {reply.status}: {_message(reply.body)}"
+        if "json" in reply.kind:
+            stream.whole(reply.body)
         return None
 
     def _count(self, running: int, done: int = 0, failed: int = 0, tokens: int = 0) -> None:
@@ -190,8 +193,8 @@ class _Load:
         progress.tokens += tokens
         self.watcher.changed(progress)
 
-    def measured(self) -> Measured:
-        """Times are moved so that the first submission is at 0."""
+    def measured(self, spent: float) -> Measured:
+        """Times are moved so that the first submission is at 0. spent: seconds of processor time."""
         rows = [self.rows[index] for index in sorted(self.rows)]
         start = min(row.sent_s for row in rows)
         moved = tuple(
@@ -203,7 +206,8 @@ class _Load:
             )
             for row in rows
         )
-        return Measured(moved, max(row.ended_s for row in moved))
+        window = max(row.ended_s for row in moved)
+        return Measured(moved, window, spent / window if window > 0 else None)
 
 
 class _Stream:
@@ -297,7 +301,3 @@ def _message(body: bytes) -> str:
 def _line(error: Any) -> str:
     text = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(text).split())[:200]
-
-
-def _reason(error: Exception) -> str:
-    return _line(str(error) or type(error).__name__)
