@@ -4,9 +4,10 @@
     python benchmarks/host_share.py --requests 64 --policies full --profile
 
 Steps take the way of a GPU (captured, read one step late) with a stand-in for the device: it runs no model and writes
-the next tokens of a text, `off` one a request and step, the others --progress on average. Its own time is left out.
-Events, pinned copies and launches of CUDA are not in the figure. With --answer 200 answers end after so many tokens,
-each followed by a new request.
+the next tokens of a text. Whole blocks emit --progress of them on average, more in some lanes than in others, and the
+scores it writes are those of its own law, so that `auto` learns what it would on a GPU; steps are said to take what
+SmolLM2's take on an H200. Its own time is left out. Events, pinned copies and launches of CUDA are not in the figure.
+With --answer 200 answers end after so many tokens, each followed by a new request. dvl@8: `dvl` with so many slots.
 
 Milliseconds of processor time a step, so that other work on the machine counts little: median and mean over --steps,
 and the mean of the parts: add, plan (scheduler), prefill, launch, read, commit (text, pages, counts, what the policy
@@ -37,14 +38,17 @@ from dscale import LLM, SamplingParams
 from dscale.config import resolve_dtype
 from dscale.engine.graphs import GraphRunner
 from dscale.engine.prefill_graphs import PrefillRunner
-from dscale.engine.request import FinishReason
+from dscale.engine.request import FinishReason, Request
 from dscale.engine.results import OutputRing, Outputs
+from dscale.engine.worker import Launched
 from dscale.evaluate.machine import processor
 from dscale.models.loader import LoadedTarget, load_target
+from dscale.speculation.workspace import StepShape
 
 PROMPT, LENGTH = 24, 1024  # tokens of a prompt, and of the longest answer with it
 PARTS = ("add", "plan", "prefill", "launch", "read", "commit")
-REPLAY_SECONDS = 0.002  # what a captured step is said to take, where a policy asks
+EASE_SPREAD = 0.7  # of the logarithm of a block's mean length, between lanes and steps
+OFF_SECONDS, DRAFT_SECONDS, ROW_SECONDS = 1.1e-3, 1.7e-3, 0.4e-6  # what a step is said to take, alone and a row
 
 
 class Script:
@@ -55,10 +59,13 @@ class Script:
         self.at = torch.arange(lanes) * (len(text) // lanes)
         self.draw = np.random.default_rng(0)
         self.seconds_spent = 0.0
+        self.live, self.rows = lanes, lanes  # of the step that comes next
 
-    def capture(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, step: Callable[[], Any], runs: int = 1) -> tuple[Any, Callable[[], None]]:
         """Run the step once for the shape of its outputs; a prefill has none that are read."""
+        began = time.thread_time()
         outputs = step()
+        self.seconds_spent += time.thread_time() - began
         if not isinstance(outputs, Outputs):
             return outputs, lambda: None
         if outputs.signals is not None:
@@ -66,25 +73,57 @@ class Script:
         return outputs, lambda: self.write(outputs)
 
     def write(self, outputs: Outputs) -> None:
-        """A step's results: tokens, emitted, accepted, slots, finished."""
+        """A step's results: tokens, emitted, accepted, slots, finished; and survival where it is scored."""
         began = time.thread_time()
         lanes, width = outputs.counts.shape[0], outputs.drafts + 1
-        drawn = np.minimum(self.draw.geometric(1 / self.progress, lanes), width)
-        emitted, at = torch.from_numpy(drawn), self.at[:lanes]
-        places = (at[:, None] + torch.arange(width)) % len(self.text)
+        goes_on, survival = self._survival(lanes, width)
+        slots = np.full(lanes, width)
+        if outputs.scored:
+            slots[: self.live] = _granted(survival[: self.live], self.rows)
+        emitted = torch.from_numpy(np.minimum(self.draw.geometric(1 - goes_on), slots))
+        places = (self.at[:lanes, None] + torch.arange(width)) % len(self.text)
         outputs.counts[:, :width] = self.text[places]
-        slots = (emitted + 1).clamp(max=width)
-        outputs.counts[:, -4:] = torch.stack([emitted, emitted - 1, slots, torch.zeros_like(emitted)], dim=1)
-        at += emitted
+        sums = [emitted, emitted - 1, torch.from_numpy(slots), torch.zeros_like(emitted)]
+        outputs.counts[:, -4:] = torch.stack(sums, dim=1)
+        if outputs.scored and outputs.signals is not None:
+            outputs.signals[:, :width] = torch.from_numpy(survival)
+        self.at[:lanes] += emitted
         self.seconds_spent += time.thread_time() - began
 
+    def _survival(self, lanes: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Chance [N] that one more draft passes after another, and q [N, W]."""
+        ease = self.draw.normal(-(EASE_SPREAD**2) / 2, EASE_SPREAD, lanes)
+        goes_on = 1 - 1 / np.maximum(self.progress * np.exp(ease), 1.05)
+        return goes_on, goes_on[:, None] ** np.arange(width)
+
     def seconds(self, before: Callable[[], None], replay: Callable[[], None], repeats: int) -> float:
-        """What a replay is said to take."""
-        return REPLAY_SECONDS
+        """Nobody asks: `step_seconds` speaks for the replays."""
+        raise NotImplementedError
 
     def free(self) -> int:
         """Nobody counts."""
         return 0
+
+
+def step_seconds(shape: StepShape) -> float:
+    """What a captured step is said to take."""
+    return (OFF_SECONDS if shape.width == 1 else DRAFT_SECONDS) + ROW_SECONDS * shape.rows
+
+
+def _granted(survival: np.ndarray, rows: int) -> np.ndarray:
+    """Slots [N], each lane's first included, where the drafts of highest q [N, W] are granted."""
+    lanes, width = survival.shape
+    order = np.argsort(-survival[:, 1:], axis=None, kind="stable")[: rows - lanes]
+    return 1 + np.bincount(order // (width - 1), minlength=lanes)
+
+
+class ScriptedSteps(GraphRunner):
+    """Captured steps that tell the stand-in which one comes."""
+
+    def run(self, rows: Sequence[int], shape: StepShape, all_greedy: bool) -> Outputs:
+        assert isinstance(self.backend, Script)
+        self.backend.live, self.backend.rows = len(rows), shape.rows
+        return super().run(rows, shape, all_greedy)
 
 
 class Clock:
@@ -96,6 +135,7 @@ class Clock:
         self._watch(self.asks, "ask", "add")
         self._watch(self.engine.scheduler, "schedule", "plan")
         self._watch(self.engine.worker, "prefill", "prefill")
+        self.engine.worker.launch = _timed_as_said(self.engine.worker.launch, len(script.at))  # type: ignore[method-assign]
         self._watch(self.engine.worker, "launch", "launch")
         self._watch(self.engine.worker, "collect", "read")
 
@@ -123,6 +163,15 @@ class Clock:
         return {name: 1e3 * seconds for name, seconds in {**self.spent, "total": total}.items()}
 
 
+def _timed_as_said(launch: Callable[..., Launched], lanes: int) -> Callable[..., Launched]:
+    def timed(requests: Sequence[Request]) -> Launched:
+        launched = launch(requests)
+        launched.seconds = step_seconds(launched.shape.over(lanes))
+        return launched
+
+    return timed
+
+
 class Asks:
     """Asks one thing after another: prompts from the text, answers of `answer` tokens (0: as long as there is room)."""
 
@@ -142,18 +191,20 @@ class Asks:
 
 def build(loaded: LoadedTarget, policy: str, requests: int, text: Sequence[int], args: argparse.Namespace) -> LLM:
     """An engine as on a GPU, over the stand-in."""
+    policy, _, slots = policy.partition("@")
     drafter = "none" if policy == "off" else args.drafter
     llm = LLM(
-        loaded, drafter=drafter, predictor=args.predictor, policy=policy, dtype=args.dtype, device="cpu", lag=1,
-        max_requests=requests, max_model_len=LENGTH, max_prefill_tokens=requests * PROMPT,
+        loaded, drafter=drafter, predictor=args.predictor, policy=policy, slots=float(slots or 8), dtype=args.dtype,
+        device="cpu", lag=1, max_requests=requests, max_model_len=LENGTH, max_prefill_tokens=requests * PROMPT,
         prefix_caching=args.prefix_caching,
     )  # fmt: skip
+    worker = llm.engine.worker
+    worker.replay_seconds = lambda live, shape: step_seconds(shape.over(requests))  # type: ignore[method-assign]
     llm._captured = True  # the policy as it is built where steps are captured
     llm.switch(policy)
-    worker = llm.engine.worker
     script = Script(text, requests, 1.0 if policy == "off" else args.progress)
     worker.ring = OutputRing(requests, max(worker.policy.width, 1), worker.device)
-    worker.graphs = GraphRunner(worker.state, worker.models, worker.policy, requests, script)
+    worker.graphs = ScriptedSteps(worker.state, worker.models, worker.policy, requests, script)
     worker.prefills = PrefillRunner(worker.state, worker.models, requests * PROMPT, script)
     return llm
 

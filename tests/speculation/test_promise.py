@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dscale.speculation.promise import FACTOR_PRIOR, FRESH, LASTING, REFRESH, Promise
+from dscale.speculation.promise import ENOUGH, FACTOR_MEMORY, FACTOR_PRIOR, FRESH, LASTING, REFRESH, Promise
 
 HIGH, LOW = [0.9, 0.8, 0.2], [0.5, 0.4, 0.3]  # two requests: slots are granted 0.9 0.8 | 0.5 0.4 | 0.3 0.2
 SCORES = np.array([HIGH, LOW], np.float32)
@@ -84,3 +84,21 @@ def test_a_promise_stands_for_some_steps() -> None:
     assert promise.tokens(2).tolist() == before
     seen(promise, 2, [3, 1], [1, 0], 1)
     assert promise.tokens(2)[0] < before[0]
+
+
+def test_of_many_rows_every_other_step_is_learned_from_and_every_look() -> None:
+    lanes = 2 * ENOUGH
+    many, clean = np.tile(SCORES, (lanes // 2, 1)), np.ones(lanes, bool)
+    promise = Promise(4, (2, 3, 4))
+
+    def step(budget: int, accepted: int) -> float:
+        rows = np.full(lanes, budget), np.full(lanes, accepted)
+        promise.observe(budget, many, *rows, clean)
+        return float(promise._lasting[0, 0])
+
+    first = step(2, 1)
+    assert step(2, 1) == first
+    second = step(2, 1)
+    assert second == pytest.approx(first * (1 + FACTOR_MEMORY**2))
+    assert step(3, 1) == pytest.approx(first + FACTOR_MEMORY * second)  # another budget
+    assert promise._filled == 3 * lanes

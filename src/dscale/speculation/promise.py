@@ -16,6 +16,7 @@ A level that stops fitting what is accepted shows in the sum of the misses; then
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,8 @@ LASTING = 0.2  # see above; 0.1 to 0.4 between neighbouring budgets on simulated
 KEPT = 4096  # survival rows that stand for the text being served
 FRESH = 32  # rows after which a promise is more than a guess
 REFRESH = 32  # steps for which a promise stands
-FACTOR_MEMORY = 0.998  # share of a group's past drafts that one step keeps
+ENOUGH = 16  # rows a step to learn from: of steps of one budget with k times as many every k-th is learned from
+FACTOR_MEMORY = 0.998  # share of a group's past drafts that one step with such slots keeps, learned from or not
 FIRST_PRIOR, FACTOR_PRIOR = 20.0, 100.0  # drafts of a group accepted as predicted or as in the group before
 MISS_MEMORY = 128  # requests' steps over which misses are summed
 ALARM = 3.0  # standard deviations, of geometric lengths, by which that sum may be off
@@ -42,10 +44,13 @@ class Promise:
 
     def __init__(self, width: int, budgets: Sequence[int]) -> None:
         self.budgets = np.array(budgets)
+        self._places = list(budgets)
         self._scores = np.zeros((KEPT, width - 1), np.float32)
         self._scores[0] = PRIOR_SURVIVAL ** np.arange(1, width)
         self._emitted = np.ones(KEPT, np.float32)  # expected tokens of these drafts as they were verified
         self._steps = 0
+        self._learned = 0, 0  # the step that was learned from last, and its budget
+        self._passed = np.zeros(len(budgets))  # scored steps by group since one was learned from, this one included
         self._known: dict[int, tuple[int, Numbers]] = {}  # by requests: since which step, tokens
         self.forget()
 
@@ -83,9 +88,10 @@ class Promise:
         scores, emitted = self._scores[:used].reshape(used // pool, -1), self._emitted[:used]
         falling = np.sort(scores, axis=1)[:, ::-1]
         gains = _by_group(falling, pool, self.budgets).mean(0) / pool
-        drift = np.ones(len(gains))
+        drift, ones = np.ones(len(gains)), np.ones(self._scores.shape[1], np.float32)
         for group, least in enumerate(falling[:, (self.budgets - 1) * pool - 1].T):  # the scores of the last slots
-            tokens = 1 + np.where(scores >= least[:, None], scores, 0).reshape(used, -1).sum(1)
+            granted = scores * (scores >= least[:, None])
+            tokens = 1 + granted.reshape(used, -1) @ ones  # a product: sums of short rows take four times as long
             harmonic = emitted.sum() / (emitted / tokens).sum()
             drift[group] += LASTING * (harmonic / tokens.mean() - 1)
         return gains, drift
@@ -105,14 +111,26 @@ class Promise:
         """
         self._steps += 1
         guessed = self.unsure
+        alarmed = not guessed and self._misses(budget, accepted[clean], len(clean))
         if survival is not None:
-            self._keep(survival, verified)
-            self._learn(budget, survival, verified, accepted, clean)
-        if not guessed:
-            return self._misses(budget, accepted[clean], len(clean))
-        if not self.unsure:
+            self._passed[: self._place(budget) + 1] += 1
+            if guessed or alarmed or self._due(budget, len(clean)):
+                self._keep(survival, verified)
+                self._learn(budget, survival, verified, accepted, clean)
+        if alarmed:
+            self._begin_again()
+        elif guessed and not self.unsure:
             self._known.clear()
-        return not self.unsure
+            return True
+        return alarmed
+
+    def _place(self, budget: int) -> int:
+        return bisect_left(self._places, budget)
+
+    def _due(self, budget: int, lanes: int) -> bool:
+        """Looks at other budgets always tell something."""
+        since, last = self._learned
+        return budget != last or self._steps - since >= lanes // ENOUGH
 
     def _keep(self, survival: Numbers, verified: Ints) -> None:
         rows = survival[-KEPT:]
@@ -126,7 +144,7 @@ class Promise:
     def _learn(self, budget: int, survival: Numbers, verified: Ints, accepted: Ints, clean: Bools) -> None:
         """Slots were granted in order of falling q; what was not verified or is not clean does not count."""
         lanes, drafts = survival.shape
-        groups = int(np.searchsorted(self.budgets, budget)) + 1
+        groups = self._place(budget) + 1
         order = np.argsort(-survival.reshape(-1))
         seen = np.where(clean, verified - 1, 0)[:, None]
         position = np.arange(drafts)
@@ -135,18 +153,18 @@ class Promise:
         np.multiply(position < seen, survival, out=told[1])
         new = _by_group(told.reshape(2, -1)[:, order], lanes, self.budgets[:groups])
         for past, kept in ((self._lasting, FACTOR_MEMORY), (self._latest, MISS_MEMORY / (MISS_MEMORY + lanes))):
-            past[:, :groups] = kept * past[:, :groups] + new
+            past[:, :groups] = kept ** self._passed[:groups] * past[:, :groups] + new
+        self._passed[:groups] = 0
+        self._learned = self._steps, budget
 
     def _misses(self, budget: int, accepted: Ints, lanes: int) -> bool:
-        expected = float(self.tokens(lanes)[np.searchsorted(self.budgets, budget)]) - 1
+        """Whether acceptance is no longer what is promised."""
+        expected = float(self.tokens(lanes)[self._place(budget)]) - 1
         count = len(accepted)
         kept = MISS_MEMORY / (MISS_MEMORY + count)
         self._miss = kept * self._miss + float(accepted.sum()) - count * expected
         self._spread = kept * self._spread + count * expected * (1 + expected)
-        alarmed = self._miss**2 > ALARM**2 * (self._spread + LEAST_SPREAD)
-        if alarmed:
-            self._begin_again()
-        return alarmed
+        return self._miss**2 > ALARM**2 * (self._spread + LEAST_SPREAD)
 
 
 def _by_group(values: Numbers, lanes: int, budgets: Ints) -> Numbers:
