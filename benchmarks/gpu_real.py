@@ -41,6 +41,7 @@ from paired_ratios import REPETITION
 import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import PAGE_SIZE, resolve_dtype
+from dscale.engine.graphs import kinds_for
 from dscale.engine.pages import pages_for
 from dscale.engine.placement import resolve_device
 from dscale.engine.request import Request
@@ -147,9 +148,9 @@ def part_a(args: argparse.Namespace, child: subprocess.Popen[bytes], out: Path, 
     prompts, texts = prompt_ids(loaded, args), {}
     for policy in POLICIES:
         if time.perf_counter() < deadline:
-            texts[policy] = answers(
-                build(loaded, Arm.parse(policy), args), prompts, KINDS["greedy"], args.reference_tokens
-            )
+            llm = build(loaded, Arm.parse(policy), args, graph_kinds="greedy")
+            texts[policy] = answers(llm, prompts, KINDS["greedy"], args.reference_tokens)
+            del llm
             release()
     try:
         child.wait(max(deadline - time.perf_counter(), 1))
@@ -233,12 +234,15 @@ def measure(
     return {**row, "repetition": repetition, "first_request": first}
 
 
-def engines(loaded: LoadedTarget, arms: str, args: argparse.Namespace, most: int) -> dict[str, LLM]:
-    """One engine an arm, of `most` requests, which serves every concurrency."""
+def engines(
+    loaded: LoadedTarget, arms: str, args: argparse.Namespace, grid: Sequence[tuple[int, float]]
+) -> dict[str, LLM]:
+    """One engine an arm, which serves every concurrency and temperature of the grid."""
+    most, kinds = max(concurrency for concurrency, _ in grid), kinds_for(temperature for _, temperature in grid)
     made: dict[str, LLM] = {}
     for name in arms.split(","):
         began = time.perf_counter()
-        made[name] = build(loaded, Arm.parse(name), args, max_requests=most, max_prefill_tokens=2048)
+        made[name] = build(loaded, Arm.parse(name), args, max_requests=most, max_prefill_tokens=2048, graph_kinds=kinds)
         log(f"   {name} built in {time.perf_counter() - began:.1f} s")
     return made
 
@@ -281,7 +285,7 @@ def loops(
     """Cells of a grid of (concurrency, temperature), each written as soon as it is there."""
     prompts = prompt_ids(loaded, args)
     made: dict[str, Any] = {"arms": arms, "window_s": args.window, "cells": []}
-    built = engines(loaded, arms, args, max(concurrency for concurrency, _ in grid))
+    built = engines(loaded, arms, args, grid)
     for concurrency, args.temperature in grid:
         made["cells"].append(cell(built, concurrency, args, prompts, deadline))
         made["cost"] = costs(made["cells"])

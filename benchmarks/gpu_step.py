@@ -315,7 +315,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(given)
-    args.trace, args.prompt_tokens = None, args.context
+    args.trace, args.prompt_tokens, args.temperature = None, args.context, 0.0
     args.output_tokens = (args.warm + max(args.burst, args.profile) + 3) * 16  # none may end inside a burst
     return args
 

@@ -43,6 +43,7 @@ from paired_ratios import REPETITION, interval, paired
 import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import require, resolve_dtype
+from dscale.engine.graphs import kinds_for
 from dscale.engine.pages import pages_for
 from dscale.engine.placement import default_dtype, resolve_device
 from dscale.engine.request import Request, Status
@@ -126,7 +127,8 @@ def build(arm: Arm, models: Models, args: argparse.Namespace, concurrency: int) 
         device=args.device,
         max_requests=concurrency, max_model_len=length, max_prefill_tokens=args.prefill_tokens,
         num_pages=concurrency * pages_for(length + 64) + 2, prefix_caching=False, attention_layout=arm.layout,
-        deterministic=arm.deterministic, graphs=not arm.eager, **arm.bits,
+        deterministic=arm.deterministic, graphs=not arm.eager,
+        graph_kinds=kinds_for([args.temperature]), **arm.bits,
     )  # fmt: skip
 
 

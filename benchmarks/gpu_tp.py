@@ -29,6 +29,7 @@ from gpu_throughput import Arm, acceptance, add_loop_arguments, cell, geometric_
 from dscale import LLM, SamplingParams
 from dscale.config import RankFailed
 from dscale.engine.crew import Crew
+from dscale.engine.graphs import kinds_for
 from dscale.engine.pages import pages_for
 from dscale.engine.placement import default_dtype, resolve_device
 from dscale.models.aliases import cached_alias
@@ -111,7 +112,8 @@ class Engines:
             slots=arm.slots, simulate=acceptance(args), dtype=args.dtype, device=self.device, max_requests=self.most,
             max_model_len=length, max_prefill_tokens=args.prefill_tokens, prefix_caching=False,
             num_pages=self.most * pages_for(length + 64) + 2, attention_layout=arm.layout,
-            deterministic=arm.deterministic, graphs=not arm.eager, **shared,
+            deterministic=arm.deterministic, graphs=not arm.eager,
+            graph_kinds=kinds_for([args.temperature]), **shared,
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FAMILIES = ("llama", "qwen2", "qwen3")
 DRAFT_WEIGHTS = ("auto", "fp8")
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # beside auto
+GRAPH_KINDS = {"greedy": (True,), "sampled": (False,), "both": (True, False)}  # by all_greedy of a step
 ATTENTION_LAYOUTS = ("packed", "narrow", "wide")  # kernels/attention.py says what they are
 
 
@@ -191,8 +192,10 @@ class CacheConfig:
 class EngineConfig:
     """The engine: dtype, device, capacity. num_pages None sizes the cache from free memory.
 
-    graphs: on a GPU, decode steps are captured as CUDA graphs and replayed. lag: steps that may run before the tokens
-    of the one before are read: 1 keeps a GPU busy, 0 reads each step at once; None is 1 on a GPU and 0 on a CPU.
+    graphs: on a GPU, decode steps are captured as CUDA graphs and replayed. graph_kinds: which are captured at the
+    start, those of requests that are all greedy, those of others, or both; the rest when first needed, while all wait.
+    lag: steps that may run before the tokens of the one before are read: 1 keeps a GPU busy, 0 reads each step at once;
+    None is 1 on a GPU and 0 on a CPU.
     On a GPU: attention_layout of verification and draft blocks as of kernels.attention.AttentionOptions; deterministic:
     the bits of a target's row depend on its own tokens alone, so that text in bfloat16 too is the same with any policy,
     batch, preemption and prefix hit.
@@ -218,6 +221,7 @@ class EngineConfig:
     prefix_caching: bool = True
     seed: int = 0
     graphs: bool = True
+    graph_kinds: str = "both"
     lag: int | None = None
     attention_layout: str = "packed"
     deterministic: bool = False
@@ -232,17 +236,13 @@ class EngineConfig:
         require_one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
         for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
             require_one_of(name, getattr(self, name), ("auto", *CACHE_DTYPES))
+        require_one_of("graph_kinds", self.graph_kinds, GRAPH_KINDS)
         require_one_of("attention_layout", self.attention_layout, ATTENTION_LAYOUTS)
         require(self.lag in (None, 0, 1), f"lag: {self.lag}; allowed are 0 and 1")
+        alone, many = self.tensor_parallel == 1, f"not with tensor_parallel {self.tensor_parallel}"
         require(self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel} must be at least 1")
-        require(
-            self.tensor_parallel == 1 or not self.deterministic,
-            f"deterministic: not with tensor_parallel {self.tensor_parallel}, which adds up in no fixed order",
-        )
-        require(
-            self.tensor_parallel == 1 or self.draft_weights == "auto",
-            f"draft_weights: fp8 not with tensor_parallel {self.tensor_parallel}; drop one",
-        )
+        require(alone or not self.deterministic, f"deterministic: {many}, which adds up in no fixed order")
+        require(alone or self.draft_weights == "auto", f"draft_weights: fp8 {many}; drop one")
         require(self.max_requests > 0, f"max_requests: {self.max_requests} must be positive")
         require(self.max_prefill_tokens > 0, f"max_prefill_tokens: {self.max_prefill_tokens} must be positive")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction: {self.memory_fraction} must lie in (0, 0.95]")
@@ -369,10 +369,8 @@ class SamplingParams:
         require(self.repetition_penalty > 0, f"repetition_penalty: {self.repetition_penalty} must be positive")
         require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens: {self.max_tokens} must be at least 1")
         require(self.min_tokens >= 0, f"min_tokens: {self.min_tokens} must be 0 or positive")
-        require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}",
-        )
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        require(fits, f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}")
         require(all(stop), "stop: an empty string can never be found; give non-empty strings")
         require(
             self.grammar is None or not self.ignore_eos,

@@ -7,6 +7,7 @@ operations once, on tensors, as a CUDA graph records kernels: numbers of the hos
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dscale.config import SamplingParams
-from dscale.engine.graphs import BUDGETS, GraphRunner, Step, buckets
+from dscale.engine.graphs import BUDGETS, WARM_RUNS, GraphRunner, Step, buckets
 from dscale.engine.llm import LLM
 from dscale.engine.recorder import Recorder, RequestTrace
 from dscale.engine.request import FinishReason
@@ -36,10 +37,13 @@ class Closure:
     """Replays by calling the step again; its outputs go where the first ones are."""
 
     def __init__(self) -> None:
-        self.captures = 0
+        self.captures, self.counted = 0, 0
+        self.runs: list[int] = []
 
-    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+    def capture(self, step: Step, runs: int = WARM_RUNS) -> tuple[Outputs, Callable[[], None]]:
+        assert not gc.isenabled()
         self.captures += 1
+        self.runs.append(runs)
         fixed = step()
 
         def replay() -> None:
@@ -53,13 +57,14 @@ class Closure:
         return 0.01
 
     def free(self) -> int:
+        self.counted += 1
         return 0
 
 
 class Traced(Closure):
     """Replays the operations that the capture saw, with whatever the host knew then."""
 
-    def capture(self, step: Step) -> tuple[Outputs, Callable[[], None]]:
+    def capture(self, step: Step, runs: int = WARM_RUNS) -> tuple[Outputs, Callable[[], None]]:
         self.captures += 1
         kept: list[Outputs] = []
 
@@ -215,19 +220,6 @@ def test_whole_blocks_of_auto_are_recorded_with_their_features() -> None:
     assert tokens(llm, prompts(8), GREEDY) == reference("qwen3", False)
     assert recorder.recorded > 8
     assert recorder.skipped["other width"] == 0
-
-
-def test_prepare_captures_every_size_once() -> None:
-    llm = engine("llama", "auto")
-    fixed_auto(llm)
-    backend = Closure()
-    graphs = captured(llm, backend)
-    graphs.prepare()
-    assert backend.captures == 3 * 4  # buckets 1, 2, 4; off and budgets 4, 6, 8 in blocks of 8
-    graphs.prepare()
-    assert backend.captures == 12
-    tokens(llm, prompts(8), GREEDY)
-    assert backend.captures == 12
 
 
 def test_requests_that_need_the_host_run_eagerly_among_captured_steps() -> None:

@@ -52,10 +52,11 @@ def waits(llm: LLM, params: SamplingParams) -> list[str]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_graphs_and_lag_change_no_token(policy: str, sampled: bool) -> None:
     params: SamplingParams = SEEDED if sampled else GREEDY
+    kind = "sampled" if sampled else "greedy"
     expected = tokens(on_gpu("off", graphs=False, lag=0), prompts(8), params)
     for graphs in (False, True):
         for lag in (0, 1):
-            llm = on_gpu(policy, graphs=graphs, lag=lag, max_prefill_tokens=19)
+            llm = on_gpu(policy, graphs=graphs, lag=lag, max_prefill_tokens=19, graph_kinds=kind)
             assert tokens(llm, prompts(8), params) == expected, (graphs, lag)
             assert llm.engine.scheduler.pool.held == 0
 
@@ -103,9 +104,31 @@ def test_a_refit_reaches_captured_steps() -> None:
 
 def test_capture_cost_is_counted() -> None:
     counters = on_gpu("dvl").engine.worker.graphs.counters
-    assert counters.graphs == 3
+    assert (counters.graphs, counters.greedy, counters.sampled) == (6, 3, 3)
     assert counters.seconds > 0
     assert counters.memory > 0
+
+
+@pytest.mark.parametrize("policy", ["dvl", "auto"])
+def test_nothing_is_captured_while_requests_are_served(policy: str) -> None:
+    llm = on_gpu(policy)
+    counters = llm.engine.worker.graphs.counters
+    prepared = counters.graphs
+    assert counters.greedy == counters.sampled == prepared // 2
+    for params in (SEEDED, GREEDY):
+        tokens(llm, prompts(8), params)
+    assert counters.graphs == prepared
+
+
+def test_steps_that_were_not_prepared_are_captured_when_needed() -> None:
+    llm = on_gpu("dvl", graph_kinds="greedy")
+    counters = llm.engine.worker.graphs.counters
+    assert (counters.greedy, counters.sampled) == (3, 0)
+    assert tokens(llm, prompts(8), SEEDED) == tokens(on_gpu("off", graphs=False), prompts(8), SEEDED)
+    assert counters.sampled > 0
+    llm.switch("full")
+    counters = llm.engine.worker.graphs.counters
+    assert (counters.greedy, counters.sampled) == (0, 3)  # what ran before the change of policy
 
 
 def test_switches_of_policy_leave_no_memory_behind() -> None:

@@ -30,6 +30,7 @@ def test_every_setting_can_come_from_file_and_environment(tmp_path, one):
     kind = kinds()[one.name]
     values = {"policy": "full", "dtype": "float32", "layout": "1+N", "cors_origin": ("http://a.example",)}
     values |= {"draft_weights": "fp8", "kv_cache_dtype": "fp8", "draft_kv_cache_dtype": "fp8_e4m3"}
+    values["graph_kinds"] = "greedy"
     samples = {str: "x", int: 1234, float: 0.25, bool: True, tuple: ("some-text-1", "other-text")}
     value = values.get(one.name, {"slots": 2.5}.get(one.name, samples[kind]))
     text = {str: lambda: f'"{value}"', bool: lambda: str(value).lower(), tuple: lambda: str(list(value))}
@@ -74,6 +75,7 @@ def test_files_that_cannot_be_used(tmp_path, text, message):
         ({"model": "m", "max_requests": 0}, "max_requests: 0"),
         ({"model": "m", "memory_fraction": 2.0}, "memory_fraction: 2.0"),
         ({"model": "m", "max_per_client": 0}, "max_per_client: 0"),
+        ({"model": "m", "graph_kinds": "all"}, "graph_kinds: 'all'; allowed are greedy, sampled, both"),
         ({"model": "m", "draft_weights": "int4"}, "draft_weights: 'int4'; allowed are auto, fp8"),
         ({"model": "m", "kv_cache_dtype": "int8"}, "kv_cache_dtype: 'int8'; allowed are auto, fp8, fp8_e4m3"),
         (

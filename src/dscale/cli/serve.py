@@ -55,6 +55,9 @@ def serve(
     draft_kv_cache_dtype: Annotated[
         str | None, typer.Option(help="The same for the drafter's cache; costs drafts, not text.")
     ] = None,
+    graph_kinds: Annotated[
+        str | None, typer.Option(help="On a GPU: steps captured at the start: greedy, sampled, or both (default).")
+    ] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most sequences decoded together (16).")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer.")] = None,
     max_prefill_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of one step (512).")] = None,

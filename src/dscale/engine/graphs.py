@@ -14,15 +14,15 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol, TypeVar
 
 import torch
 
-from dscale.config import PAGE_SIZE
+from dscale.config import GRAPH_KINDS, LEAST_TEMPERATURE, PAGE_SIZE
 from dscale.engine.results import Outputs
 from dscale.kernels import triton
 from dscale.kernels.attention import arrival_counters
@@ -33,6 +33,7 @@ from dscale.speculation.workspace import StepShape, Workspace
 
 BUDGETS = (4, 6, 8, 12, 16)  # rows a request between which `auto` chooses (dscale.md §5)
 TIMED_REPLAYS = 12
+WARM_RUNS = 2  # of a step before its capture: kernels are compiled and cuBLAS takes its workspace outside of it
 TYPICAL_CONTEXT = 256  # committed tokens of the lanes in a timed replay
 Step = Callable[[], Outputs]
 Result = TypeVar("Result")
@@ -54,11 +55,18 @@ def capturable(models: Models) -> bool:
     return fast and all(16 <= one.head_dim <= 256 and one.head_dim & (one.head_dim - 1) == 0 for one in decoders)
 
 
+def kinds_for(temperatures: Iterable[float]) -> str:
+    """EngineConfig.graph_kinds that requests of these temperatures need."""
+    greedy = {temperature < LEAST_TEMPERATURE for temperature in temperatures}
+    return next(name for name, kinds in GRAPH_KINDS.items() if greedy <= set(kinds))
+
+
 class CaptureBackend(Protocol):
     """Captures a step that reads and writes fixed memory."""
 
-    def capture(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Warm the step up, capture it; its outputs, which stay where they are, and the replay that fills them."""
+    def capture(self, step: Callable[[], Result], runs: int = WARM_RUNS) -> tuple[Result, Callable[[], None]]:
+        """Run the step `runs` times, capture it; its outputs, which stay where they are, and the replay that fills
+        them."""
         ...
 
     def seconds(self, before: Callable[[], None], replay: Callable[[], None], repeats: int) -> float:
@@ -72,8 +80,7 @@ class CaptureBackend(Protocol):
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Garbage goes before and not meanwhile: to free an old graph is not allowed while a stream is being captured."""
-    gc.collect()
+    """Garbage stays meanwhile: to free an old graph is not allowed while a stream is being captured."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -92,17 +99,15 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 class CudaCapture:
     """CUDA graphs out of one memory pool, captured on one side stream."""
 
-    WARM = 2  # runs before a capture: kernels are compiled and cuBLAS takes its workspace outside of it
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = capture_stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+    def capture(self, step: Callable[[], Result], runs: int = WARM_RUNS) -> tuple[Result, Callable[[], None]]:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for _ in range(self.WARM):
+            for _ in range(runs):
                 step()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
@@ -133,24 +138,33 @@ class CudaCapture:
 
 @dataclass
 class GraphCounters:
-    """What capturing has cost, and what was captured. memory: bytes; seconds: warm-up and capture; timing: replays."""
+    """What capturing has cost, and what was captured. greedy, sampled: graphs of decode steps by kind; memory: bytes;
+    seconds: warm-up and capture; timing: replays."""
 
     graphs: int = 0
+    greedy: int = 0
+    sampled: int = 0
     memory: int = 0
     seconds: float = 0.0
     timing: float = 0.0
 
     @contextmanager
-    def counting(self, backend: CaptureBackend) -> Iterator[None]:
-        """Count one capture, with the time and memory it takes."""
-        free, began = backend.free(), time.perf_counter()
-        yield
-        self.graphs += 1
-        self.seconds += time.perf_counter() - began
+    def counting(self, backend: CaptureBackend, graphs: int) -> Iterator[None]:
+        """Count so many captures, with the time and memory that they take together. Before several of them garbage
+        goes, which may hold older ones; to collect it takes longer than to capture one, for which somebody waits."""
+        began = time.perf_counter()
+        if graphs > 1:
+            gc.collect()
+        with without_collection():
+            free = backend.free()
+            yield
+        self.graphs += graphs
         self.memory += max(free - backend.free(), 0)
+        self.seconds += time.perf_counter() - began
 
     def __str__(self) -> str:
-        return f"{self.graphs} step graphs, {self.memory / 2**20:.0f} MiB, captured in {self.seconds:.1f} s"
+        kinds = f" ({self.greedy} greedy, {self.sampled} sampled)" if self.greedy + self.sampled else ""
+        return f"{self.graphs} step graphs{kinds}, {self.memory / 2**20:.0f} MiB, captured in {self.seconds:.1f} s"
 
 
 @dataclass
@@ -174,7 +188,8 @@ class Key:
 class GraphRunner:
     """Replays the captured step that fits, capturing it first where it was never needed before.
 
-    most: requests that may decode together.
+    most: requests that may decode together. ran: all_greedy of the steps that ran, of any policy. kinds: of those that
+    are prepared; the first of them are timed.
     """
 
     state: DeviceState
@@ -182,6 +197,8 @@ class GraphRunner:
     policy: Policy
     most: int
     backend: CaptureBackend
+    ran: set[bool] = field(default_factory=set)
+    kinds: Sequence[bool] = GRAPH_KINDS["both"]
     counters: GraphCounters = field(default_factory=GraphCounters)
 
     def __post_init__(self) -> None:
@@ -215,32 +232,33 @@ class GraphRunner:
         captured = self._find(self._key(len(rows), shape, all_greedy))
         self._load(rows)
         captured.replay()
+        self.ran.add(all_greedy)
         return captured.outputs
 
-    def prepare(self, all_greedy: bool = True, timed: bool = False) -> GraphCounters:
+    def prepare(self, kinds: Sequence[bool] = GRAPH_KINDS["both"], timed: bool = False) -> GraphCounters:
         """Capture every size the policy may ask for, largest bucket first, so that smaller ones find their memory.
 
-        What is not prepared is captured when it is first needed. timed: time the replays of the greedy steps too.
+        kinds: of the steps, but where some ran already (under another policy) those that did. What is not prepared is
+        captured when it is first needed. timed: time replays of the first kind too.
         """
-        for lanes in reversed(self.sizes):
-            for shape in self.policy.shapes(lanes):
-                self._find(self._key(lanes, shape, all_greedy))
-        for lanes in self.sizes if timed else ():
-            for shape in self.policy.shapes(lanes):
-                self.seconds(lanes, shape)
+        self.kinds = sorted(self.ran, reverse=True) or kinds
+        sizes = [(lanes, shape) for lanes in reversed(self.sizes) for shape in self.policy.shapes(lanes)]
+        self._capture(self._key(lanes, shape, greedy) for lanes, shape in sizes for greedy in self.kinds)
+        for lanes, shape in reversed(sizes) if timed else ():
+            self.seconds(lanes, shape)
         logging.getLogger("dscale").info("%s", self.counters)
         return self.counters
 
     def seconds(self, live: int, shape: StepShape) -> float:
-        """Seconds of the greedy step of this shape with every lane of its bucket live, timed once."""
-        key = self._key(live, shape, True)
+        """Seconds of the step of this shape, of the first kind, with every lane of its bucket live, timed once."""
+        key = self._key(live, shape, self.kinds[0])
         if key not in self._seconds:
             self._seconds[key] = self._time(key)
         return self._seconds[key]
 
     def timed(self, live: int, shape: StepShape) -> bool:
         """Whether `seconds` of this step are known."""
-        return self._key(live, shape, True) in self._seconds
+        return self._key(live, shape, self.kinds[0]) in self._seconds
 
     def _key(self, live: int, shape: StepShape, all_greedy: bool) -> Key:
         lanes = self.bucket(live)
@@ -252,24 +270,36 @@ class GraphRunner:
             self._loaded = list(rows)
 
     def _find(self, key: Key) -> Captured:
-        found = self._captured.get(key)
-        if found is None:
-            found = self._captured[key] = self._capture(key)
-        return found
+        if key not in self._captured:
+            self._capture([key])
+        return self._captured[key]
 
     @torch.inference_mode()
-    def _capture(self, key: Key) -> Captured:
-        """Capture while no lane is live, so that the warm-up moves nobody on."""
+    def _capture(self, keys: Iterable[Key]) -> None:
+        """Capture what is missing of these while no lane is live, so that the warm-up moves nobody on."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self._captured]
+        if not missing:
+            return
         self._load([])
+        with self.counters.counting(self.backend, len(missing)):
+            for key in missing:
+                self._captured[key] = self._capture_step(key)
+        greedy = sum(key.all_greedy for key in missing)
+        self.counters.greedy += greedy
+        self.counters.sampled += len(missing) - greedy
+        logging.getLogger("dscale").debug(
+            "captured %s and %d more; in all %s", missing[0], len(missing) - 1, self.counters
+        )
+
+    def _capture_step(self, key: Key) -> Captured:
+        """The other kind of a captured step differs in the draw alone: its kernels are compiled by one run."""
         work = self.work.view(key.lanes, key.all_greedy)
+        twin = replace(key, all_greedy=not key.all_greedy)
 
         def step() -> Outputs:
             return Outputs.pack(decode_step(self.state, work, key.shape, self.models, self.policy))
 
-        with self.counters.counting(self.backend):
-            captured = Captured(*self.backend.capture(step))
-        logging.getLogger("dscale").debug("captured %s; in all %s", key, self.counters)
-        return captured
+        return Captured(*self.backend.capture(step, 1 if twin in self._captured else WARM_RUNS))
 
     @torch.inference_mode()
     def _time(self, key: Key) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dscale.config import (
+    GRAPH_KINDS,
     CacheConfig,
     EngineConfig,
     InputError,
@@ -224,7 +225,7 @@ class LLM:
         if worker.graphs is not None and worker.prefills is not None:
             worker.prefills.prepare()
             policy = worker.policy.policy if isinstance(worker.policy, SeenPolicy) else worker.policy
-            worker.graphs.prepare(timed=isinstance(policy, Auto | DSpark))
+            worker.graphs.prepare(GRAPH_KINDS[self.config.graph_kinds], timed=isinstance(policy, Auto | DSpark))
 
     def _policy(self, worker: Worker, width: int, speculation: SpeculationConfig) -> Policy:
         """On a GPU with graphs the sizes of steps are few and known beforehand."""
@@ -272,9 +273,8 @@ class LLM:
         rows = wanted.width or most
         require(rows <= most or self.drafter is None, f"width: {rows} is over the engine's block; at most {most}")
         chosen = self._policy(engine.worker, rows, wanted)
-        recorder = engine.recorder
-        if recorder is not None and chosen.width == recorder.width:
-            chosen = recorder.attach(chosen, self.loaded.model)
+        if engine.recorder is not None and chosen.width == engine.recorder.width:
+            chosen = engine.recorder.attach(chosen, self.loaded.model)
         engine.settle()
         engine.worker.policy, self.speculation = chosen, wanted
         self._ready(engine.worker)

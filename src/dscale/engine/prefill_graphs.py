@@ -8,7 +8,7 @@ own no rows. Nothing is drawn in a prefill, so the same graph serves every reque
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,6 +84,9 @@ class PrefillInput:
         )
 
 
+Captured = tuple[PrefillInput, Tensor, Callable[[], None]]  # with its hidden rows and its replay
+
+
 @dataclass
 class PrefillRunner:
     """Replays the prefill that fits, capturing it first where it was never needed before. most: rows of a replay."""
@@ -96,7 +99,7 @@ class PrefillRunner:
 
     def __post_init__(self) -> None:
         self.sizes = capacities(self.most)
-        self._captured: dict[tuple[int, bool], tuple[PrefillInput, Tensor, Callable[[], None]]] = {}
+        self._captured: dict[tuple[int, bool], Captured] = {}
 
     @torch.inference_mode()
     def run(self, ids: Sequence[int], pieces: Sequence[Piece], scored: bool = False) -> list[Tensor]:
@@ -120,18 +123,25 @@ class PrefillRunner:
 
     def prepare(self) -> GraphCounters:
         """Capture every capacity, the largest first; those with hidden rows when they are first needed."""
-        for size in reversed(self.sizes):
-            self._find(size, False)
+        self._capture((size, False) for size in reversed(self.sizes))
         logging.getLogger("dscale").info("prefill: %s", self.counters)
         return self.counters
 
-    def _find(self, capacity: int, scored: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+    def _find(self, capacity: int, scored: bool) -> Captured:
         if (capacity, scored) not in self._captured:
-            self._captured[capacity, scored] = self._capture(capacity, scored)
+            self._capture([(capacity, scored)])
         return self._captured[capacity, scored]
 
     @torch.inference_mode()
-    def _capture(self, capacity: int, scored: bool) -> tuple[PrefillInput, Tensor, Callable[[], None]]:
+    def _capture(self, keys: Iterable[tuple[int, bool]]) -> None:
+        missing = [key for key in keys if key not in self._captured]
+        if not missing:
+            return
+        with self.counters.counting(self.backend, len(missing)):
+            for capacity, scored in missing:
+                self._captured[capacity, scored] = self._capture_one(capacity, scored)
+
+    def _capture_one(self, capacity: int, scored: bool) -> Captured:
         given = PrefillInput.of(capacity, self.state.length.device)
         given.load([], [], self.state.scratch_row)
         longest = self.state.page_table.shape[1] * PAGE_SIZE
@@ -140,9 +150,7 @@ class PrefillRunner:
             batch = given.batch(self.state, self.models, longest)
             return prefill(self.state, self.models, given.rows[0], batch, scored)
 
-        with self.counters.counting(self.backend):
-            hidden, replay = self.backend.capture(run)
-        return given, hidden, replay
+        return given, *self.backend.capture(run)
 
 
 def _parts(everything: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -146,7 +146,8 @@ class Worker:
         self.ring = OutputRing(most, max(self.policy.width, 1), self.device)
         if graphs:
             backend = CudaCapture(self.device)
-            self.graphs = GraphRunner(self.state, self.models, self.policy, most, backend)
+            ran: set[bool] = set() if self.graphs is None else self.graphs.ran
+            self.graphs = GraphRunner(self.state, self.models, self.policy, most, backend, ran)
             self.prefills = self.prefills or PrefillRunner(self.state, self.models, prefill_rows, backend)
 
     def replay_seconds(self, live: int, shape: StepShape) -> float:

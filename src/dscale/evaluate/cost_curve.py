@@ -159,7 +159,7 @@ def _typical_step(
     context = min(context, limit - room)
     llm = LLM(
         loaded, drafter=drafter, predictor=None, policy=policy, slots=float(slots), device=device, max_requests=live,
-        max_model_len=context + room, max_prefill_tokens=at_once, prefix_caching=False,
+        max_model_len=context + room, max_prefill_tokens=at_once, prefix_caching=False, graph_kinds="greedy",
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)

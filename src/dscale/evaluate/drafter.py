@@ -215,7 +215,7 @@ def engine_for(pair: Pair, config: EvaluateConfig, length: int) -> LLM:
         pair.target, drafter=pair.drafter, predictor=None, policy="full", width=width,
         dtype=str(pair.target.model.embedding.dtype).removeprefix("torch."), device=str(pair.device),
         max_requests=config.batch, max_model_len=min(length + 1, pair.target.config.decoder.max_position),
-        num_pages=config.batch * pages + 2, prefix_caching=False,
+        num_pages=config.batch * pages + 2, prefix_caching=False, graph_kinds="greedy",
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dscale.config import PAGE_SIZE, EngineConfig, InputError, SamplingParams, require, resolve_dtype
 from dscale.engine.engine import EngineCounters
+from dscale.engine.graphs import kinds_for
 from dscale.engine.llm import LLM
 from dscale.engine.outputs import RequestMetrics
 from dscale.engine.placement import default_dtype, resolve_device
@@ -58,6 +59,7 @@ class InProcess:
         given.setdefault("max_model_len", min(-(-longest // PAGE_SIZE) * PAGE_SIZE, limit))
         given.setdefault("prefix_caching", False)
         given.setdefault("max_requests", concurrency)
+        given.setdefault("graph_kinds", kinds_for([manifest.temperature]))
         self.llm = LLM(loaded, **given)
         self.concurrency = concurrency
 

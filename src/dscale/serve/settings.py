@@ -19,6 +19,7 @@ SECRET = ("api_key",)
 ENGINE = (
     "dtype", "device", "max_requests", "max_model_len", "max_prefill_tokens", "num_pages", "memory_fraction",
     "prefix_caching", "tensor_parallel", "deterministic", "draft_weights", "kv_cache_dtype", "draft_kv_cache_dtype",
+    "graph_kinds",
 )  # fmt: skip
 SPECULATION = ("drafter", "predictor", "policy", "width", "slots", "layout")
 
@@ -56,6 +57,7 @@ class ServerSettings:
     draft_weights: str = "auto"
     kv_cache_dtype: str = "auto"
     draft_kv_cache_dtype: str = "auto"
+    graph_kinds: str = "both"
     seed: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000

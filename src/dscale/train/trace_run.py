@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from dscale.config import DTYPES, SamplingParams, require, workshop_dtype
+from dscale.engine.graphs import kinds_for
 from dscale.engine.llm import LLM
 from dscale.engine.placement import resolve_device
 from dscale.engine.recorder import Recorder, RequestTrace
@@ -182,6 +183,7 @@ class Tracer:
                 dtype=dtype,
                 device=str(self.loaded.model.embedding.device),
                 max_requests=config.max_requests,
+                graph_kinds=kinds_for([config.temperature]),
                 max_model_len=min(self.loaded.config.decoder.max_position, self.longest + config.max_tokens),
                 prefix_caching=False,  # what an earlier chunk left in the cache must not touch this one's numbers
             )

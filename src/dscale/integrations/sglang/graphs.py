@@ -26,7 +26,7 @@ FIELDS = ("anchor", "context", "rows", "seeds", "initial", "live")
 class Rerun:
     """Stands in for captures where the device has none: a replay runs the step again."""
 
-    def capture(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+    def capture(self, step: Callable[[], Result], runs: int = 0) -> tuple[Result, Callable[[], None]]:
         """As CaptureBackend, for a step that writes to fixed memory itself."""
 
         def replay() -> None:
@@ -83,8 +83,9 @@ class StepGraphs:
     @torch.inference_mode()
     def prepare(self) -> GraphCounters:
         """Capture every bucket, the largest first, so that smaller ones find their memory. No lane is live."""
-        for lanes in reversed(self.buckets):
-            self._capture(lanes)
+        with self.counters.counting(self.backend, len(self.buckets)):
+            for lanes in reversed(self.buckets):
+                self._capture(lanes)
         return self.counters
 
     def _capture(self, lanes: int) -> None:
@@ -95,8 +96,7 @@ class StepGraphs:
             for name, value in vars(made).items():
                 getattr(self.made, name)[:lanes].copy_(value)
 
-        with self.counters.counting(self.backend):
-            _, self._replays[lanes] = self.backend.capture(step)
+        _, self._replays[lanes] = self.backend.capture(step)
 
     @torch.inference_mode()
     def run(self, lanes: Lanes) -> Settled:
