@@ -6,7 +6,8 @@ The choice stays until another promises visibly more. Two kinds of looks at othe
 - Whole blocks are verified without scores, as by `full`; a scored step among them now and then, and a wider one among
   narrow ones, tells what the others' drafts are worth.
 - The time of a size that does not run is a belief. The rival that would be fastest were its time as far below it as may
-  well be runs now and then, often at first, until its time is known well enough (`doubts` of costs.py).
+  well be runs now and then, often at first, until its time is known well enough (`doubts` of costs.py): a row of steps,
+  since the first of them run at the clocks of the choice, and given up as soon as there is no hope left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from dscale.speculation.costs import ReplayCosts
 from dscale.speculation.policies import StepOutcome
 from dscale.speculation.promise import Promise
+from dscale.speculation.step_times import SETTLED
 from dscale.speculation.workspace import StepShape
 
 MARGIN = 0.003  # of its speed by which another budget must be faster to be taken
@@ -28,6 +30,7 @@ LOOKS = (16, 128)  # steps between looks: at least, at most
 DOUBT = 2.5  # standard deviations by which a rival may well be faster than believed
 KNOWN = 0.01  # doubt from which looks at a rival are rarer
 RIVAL_EVERY = 4, 16  # steps between looks at rivals, at least: at one in doubt, at one that is known
+RIVAL_RUN = 28  # steps of a look at a rival: some of them at its own clocks (step_times.SETTLED)
 RIVAL_SHARE = 0.001  # of the time that these may cost
 RIVAL_CREDIT = (1.0, 3.0)  # steps' worth of them to begin with, and to save up at most
 
@@ -43,6 +46,7 @@ class CapturedChoice:
         self._live, self._age = 0, 0
         self._unseen, self._look_after = 0, LOOKS[0]  # steps since the last look, and until the next
         self._rival = 0  # index into slots; the choice where no other is worth a look
+        self._run = 0  # steps left of a look at it
         self._alone, self._credit = 0, RIVAL_CREDIT[0]  # steps since a rival ran, and steps' worth of looks left
         self._rival_loss, self._rival_every = 0.0, RIVAL_EVERY[0]  # steps lost by a look at it, steps between looks
 
@@ -52,7 +56,7 @@ class CapturedChoice:
 
     def shape(self, live: int) -> StepShape:
         """The step for `live` requests."""
-        due = REVIEW_EVERY if self._rival == self._chosen else self._rival_every
+        due = 1 if self._run else REVIEW_EVERY if self._rival == self._chosen else self._rival_every
         if live != self._live or (self._age >= due and not self.promise.unsure):
             self._review(live)
         self._age, self._unseen, self._alone = self._age + 1, self._unseen + 1, self._alone + 1
@@ -61,9 +65,12 @@ class CapturedChoice:
 
     def _next(self) -> int:
         if self.promise.unsure:
+            self._run = 0
             return min(max(self._chosen, 1), self._widest_scored)
-        if self._rival != self._chosen and self._alone >= self._rival_every:
-            self._alone = 0
+        if not self._run and self._rival != self._chosen and self._alone >= self._rival_every:
+            self._run = RIVAL_RUN
+        if self._run:
+            self._run, self._alone = self._run - 1, 0
             self._credit -= self._rival_loss
             return self._rival
         if self._unseen > self._look_after:
@@ -104,7 +111,7 @@ class CapturedChoice:
         speeds = self._speeds(live)
         best = int(speeds.argmax())
         if speeds[best] > (1 + MARGIN) * speeds[self._chosen]:
-            self._chosen = best
+            self._chosen, self._run, self._alone = best, 0, -SETTLED
         loss = 1 - float(speeds[self._look] / speeds[self._chosen])
         share = LOOK_SHARE if self._chosen else LOOK_SHARE_OFF
         self._look_after = int(min(max(loss / share, LOOKS[0]), LOOKS[1]))
@@ -115,9 +122,12 @@ class CapturedChoice:
         doubts = self.costs.doubts(live, self._shape(live, self._chosen))
         hoped = speeds * (1 + DOUBT * doubts)
         losses = np.maximum(1 - speeds / speeds[self._chosen], 0.0)
-        hoped[losses > self._credit] = 0.0
+        dear = losses * RIVAL_RUN / 2 > self._credit  # most looks are given up early
+        dear[self._rival] &= self._run == 0
+        hoped[dear] = 0.0
         hoped[self._chosen] = (1 + MARGIN) * speeds[self._chosen]
-        self._rival = int(hoped.argmax())
+        before, self._rival = self._rival, int(hoped.argmax())
+        self._run = self._run if self._rival == before else 0
         self._rival_loss, self._rival_every = float(losses[self._rival]), RIVAL_EVERY[bool(doubts[self._rival] < KNOWN)]
 
     def _speeds(self, live: int) -> np.ndarray:
