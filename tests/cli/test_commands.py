@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dscale.cli import options
 from dscale.cli.main import run
 from dscale.models.drafter_checkpoint import drafter_hash, random_drafter, save_drafter
 from dscale.models.loader import load_target
@@ -162,6 +163,14 @@ def test_deterministic_reaches_the_engine(dscale, pair):
     code, out, _ = dscale("generate", *pair, "--deterministic", "--max-tokens", 4, "w1")  # on a CPU it always is
     assert code == 0
     assert out == dscale("generate", *pair, "--max-tokens", 4, "w1")[1]
+
+
+@pytest.mark.parametrize(("temperature", "kind"), [(0, "greedy"), (0.7, "sampled")])
+def test_steps_of_the_temperature_asked_for_are_captured(monkeypatch, dscale, pair, temperature, kind):
+    made, build = [], options.build_llm
+    monkeypatch.setattr(options, "build_llm", lambda *given, **named: made.append(build(*given, **named)) or made[-1])
+    assert dscale("generate", *pair, "--temperature", temperature, "--max-tokens", 2, "w1")[0] == 0
+    assert [one.config.graph_kinds for one in made] == [kind]
 
 
 def test_draft_weights_reach_the_engine(dscale, pair):

@@ -9,6 +9,7 @@ import pytest
 
 from dscale.config import GRAPH_KINDS, EngineConfig, InputError
 from dscale.engine.graphs import GraphCounters, GraphRunner, kinds_for, without_collection
+from dscale.engine.prefill_graphs import PrefillRunner
 from tests.engine.test_graphs import Closure, captured, fixed_auto
 from tests.engine.test_lossless import GREEDY, SEEDED, engine, prompts, reference, tokens
 
@@ -35,6 +36,15 @@ def test_prepare_captures_every_size_once(name: str) -> None:
         assert tokens(llm, prompts(8), params) == reference("llama", params is SEEDED)
     assert {key.all_greedy for key in list(graphs._captured)[len(prepared) :]} == {True, False} - set(kinds)
     assert graphs.ran == {True, False}
+
+
+@pytest.mark.parametrize("name", GRAPH_KINDS)
+def test_an_engine_prepares_what_it_was_told(name: str) -> None:
+    llm = engine("llama", "dvl", graph_kinds=name)
+    worker, counters = llm.engine.worker, captured(llm, Closure()).counters
+    worker.prefills = PrefillRunner(worker.state, worker.models, 64, Closure())
+    llm._ready(worker)  # on a CPU it adds nothing of its own
+    assert (counters.greedy, counters.sampled) == (3 * (name != "sampled"), 3 * (name != "greedy"))
 
 
 def test_mixed_requests_are_served_by_what_was_prepared() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from dscale.config import SamplingParams
+from dscale.engine.graphs import GraphCounters
 from dscale.engine.llm import LLM
 from dscale.serve.client import join
-from dscale.serve.engine_process import EngineLoop
+from dscale.serve.engine_process import EngineLoop, about
 from dscale.serve.link import Closed
 from dscale.serve.messages import Abort, Delta, Ready, Refused, Snapshot, Stop, Submit, Switch, Switched
 
@@ -85,6 +86,14 @@ def play(build: Callable[..., LLM]) -> Play:
 
 def greedy(tokens: int = 24, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **more)
+
+
+def test_what_was_captured_is_told_at_the_start(build: Callable[..., LLM]) -> None:
+    llm = build()
+    assert about(llm)["captured"] is None
+    llm.engine.worker.graphs = SimpleNamespace(counters=GraphCounters(6, 4, 2, 1 << 20, 1.5))  # type: ignore[assignment]
+    kinds = {"graphs": 6, "greedy": 4, "sampled": 2}
+    assert about(llm)["captured"] == kinds | {"memory": 1 << 20, "seconds": 1.5, "timing": 0.0}
 
 
 def test_what_steps_add_is_told_together_where_a_request_asks_for_it(play: Play) -> None:

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dscale.config import POLICIES, InputError
@@ -259,6 +259,7 @@ def about(llm: LLM) -> dict[str, Any]:
     import dscale
 
     engine, drafter = llm.engine, llm.drafter
+    graphs = engine.worker.graphs
     target = llm.loaded.config
     return {
         "model": llm.loaded.name,
@@ -276,6 +277,7 @@ def about(llm: LLM) -> dict[str, Any]:
         "end_tokens": list(target.eos_token_ids),
         "max_requests": llm.config.max_requests,
         "pages": engine.scheduler.pool.capacity,
+        "captured": None if graphs is None else asdict(graphs.counters),
         "seed": llm.config.seed,
         "versions": {
             "dscale": dscale.__version__,

@@ -76,7 +76,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine serves. about: model, dtype, device, policy, width, context length, end tokens, versions."""
+    """The engine serves. about: model, dtype, device, policy, width, context length, end tokens, versions,
+    and what was captured."""
 
     about: dict[str, Any]
 
