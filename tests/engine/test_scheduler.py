@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import astuple
 
 import pytest
 from hypothesis import given, settings
@@ -74,9 +75,9 @@ def test_step_records_come_back_as_they_were_and_are_no_objects_meanwhile():
     rows = [StepRecord(3, 2, 8, 15), StepRecord(1, 0, 16, 15), StepRecord(16, 15, 16, 15)]
     steps, same = StepRecords(), StepRecords()
     for row in rows:
-        steps.append(row)
+        steps.append(*astuple(row))
     for row in rows:
-        same.append(row)
+        same.append(*astuple(row))
     assert steps == same == rows
     assert steps != rows[:2]
     assert (list(steps), steps[-1], steps[1:], steps[5:]) == (rows, rows[2], rows[1:], [])

@@ -84,7 +84,15 @@ def test_tokens_are_decoded_when_their_text_is_asked_for():
     assert stream.take() == "abc"
     stream.push([0])
     stream.finish()
+    assert pushed == [[0, 1, 2]]
     assert (stream.take(), stream.text, pushed) == ("a", "abca", [[0, 1, 2], [0]])
+
+
+def test_what_the_decoder_kept_comes_when_the_text_is_asked_for():
+    stream = TextStream(Pieces("a", tail="?"))
+    stream.push([0])
+    stream.finish()
+    assert (stream.text, stream.take(final=True)) == ("a?", "a?")
 
 
 def test_finish_adds_what_the_decoder_kept():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from dscale.config import Grammar, InputError, SamplingParams, require
 from dscale.engine.recorder import Recorder
-from dscale.engine.request import FinishReason, Request, Status, StepRecord, TokenLogprob
+from dscale.engine.request import FinishReason, Request, Status, TokenLogprob
 from dscale.engine.scheduler import Chunk, Scheduler
 from dscale.engine.text import TextStream
 from dscale.engine.worker import Decoded, Launched, Worker
@@ -198,8 +198,8 @@ class Engine:
         if len(kept) < len(requests):
             decoded, requests = decoded.only(kept), [requests[lane] for lane in kept]
         drafted = decoded.draft.tokens.shape[1]
-        records = [self._commit(request, decoded, lane, drafted) for lane, request in enumerate(requests)]
-        self._count(records, decoded)
+        emitted = [self._commit(request, decoded, lane, drafted) for lane, request in enumerate(requests)]
+        self._count(emitted, drafted, decoded)
         self._learn(requests, decoded, len(launched.requests))
         return requests
 
@@ -224,41 +224,42 @@ class Engine:
             known += [token_logprob(scores, i, token, wanted) for i, token in enumerate(fresh)]
         request.prompt_logprobs = known
 
-    def _commit(self, request: Request, decoded: Decoded, lane: int, drafted: int) -> StepRecord:
-        """Append what a step emitted and end the request where it ends; the record of its step."""
+    def _commit(self, request: Request, decoded: Decoded, lane: int, drafted: int) -> int:
+        """Append what a step emitted and end the request where it ends; how many tokens it emitted."""
         if request.first_token_at is None:
             request.first_token_at = time.perf_counter()
         kept, reason, stop = self._append(request, decoded.tokens[lane])
-        accepted = min(decoded.accepted[lane], len(kept))
-        record = StepRecord(len(kept), accepted, decoded.slots[lane], drafted)
-        request.steps.append(record)
-        if request.params.logprobs is not None:
-            self._read_logprobs(request, decoded, lane, len(kept))
-        self.worker.commit_edits(request, kept)
+        emitted, params = len(kept), request.params
+        request.steps.append(emitted, min(decoded.accepted[lane], emitted), decoded.slots[lane], drafted)
+        if params.logprobs is not None:
+            self._read_logprobs(request, decoded, lane, emitted)
+        if params.edits_logits:
+            self.worker.commit_edits(request, kept)
         if reason is not None:
             self._finish(request, reason, stop)
         else:
             self.scheduler.commit(request, request.length - 1)
-        return record
+        return emitted
 
     def _append(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, int | str | None]:
         """Tokens kept, and why the request ends with the last of them, if it does."""
-        before = len(request.output)
-        kept = tokens[: request.cap - before]
-        for end in request.end_ids:
+        output, ends, text = request.output, request.end_ids, request.text
+        before = len(output)
+        room, stopped = request.cap - before, None
+        kept = tokens if len(tokens) <= room else tokens[:room]
+        for end in ends:
             if end in kept:
                 kept = kept[: kept.index(end) + 1]
-        stopped = None
-        if request.text is not None:
-            stopped = request.text.push(kept, free=request.params.min_tokens - before - 1)
-            kept = kept[:stopped]
-        request.output += kept
-        if kept and kept[-1] in request.end_ids:
+        if text is not None:
+            stopped = text.push(kept, free=request.params.min_tokens - before - 1)
+            kept = kept if stopped is None else kept[:stopped]
+        output += kept
+        if ends and kept and kept[-1] in ends:
             eos = kept[-1] in self.worker.models.target.config.eos_token_ids
             return kept, FinishReason.STOP, None if eos else kept[-1]
-        if stopped is not None and request.text is not None:
-            return kept, FinishReason.STOP, request.text.stopped_by
-        return kept, FinishReason.LENGTH if len(request.output) >= request.cap else None, None
+        if text is not None and stopped is not None:
+            return kept, FinishReason.STOP, text.stopped_by
+        return kept, FinishReason.LENGTH if len(kept) >= room else None, None
 
     def _read_logprobs(self, request: Request, decoded: Decoded, lane: int, kept: int) -> None:
         assert decoded.result is not None, "a step whose log-probabilities are wanted is eager"
@@ -270,21 +271,21 @@ class Engine:
             token = decoded.tokens[lane][offset]
             request.logprobs.append(token_logprob(scores, start + offset, token, wanted))
 
-    def _count(self, records: list[StepRecord], decoded: Decoded) -> None:
-        """Add one step's records to the counters."""
+    def _count(self, emitted: list[int], drafted: int, decoded: Decoded) -> None:
+        """Add one step to the counters: tokens emitted by lane, drafts made for each."""
         counters, shape = self.counters, decoded.shape
         counters.steps += 1
         counters.decode_seconds += decoded.seconds
-        key = "off" if shape.width == 1 else f"{shape.rows / len(records):.1f}"
+        key = "off" if shape.width == 1 else f"{shape.rows / len(emitted):.1f}"
         counters.shapes[key] = counters.shapes.get(key, 0) + 1
-        counters.request_steps += len(records)
-        counters.emitted += sum([record.emitted for record in records])
-        counters.drafted += sum([record.drafted for record in records])
-        counters.accepted += sum([record.accepted for record in records])
+        counters.request_steps += len(emitted)
+        counters.emitted += sum(emitted)
+        counters.drafted += drafted * len(emitted)
+        counters.accepted += sum(map(min, decoded.accepted, emitted))
         counters.slots += sum(decoded.slots)
-        drafted = [record.emitted for record in records if record.slots > 1]
-        counters.drafted_steps += len(drafted)
-        counters.drafted_emitted += sum(drafted)
+        told = [count for count, slots in zip(emitted, decoded.slots, strict=True) if slots > 1]
+        counters.drafted_steps += len(told)
+        counters.drafted_emitted += sum(told)
 
     def _learn(self, requests: list[Request], decoded: Decoded, launched: int) -> None:
         """Give the policy the outcome; lanes that were cut or whose logits were edited do not count as clean."""

@@ -7,18 +7,19 @@ Pure Python: no tensor is touched here. Page 0 is scratch: sentinel rows write t
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from dscale.config import PAGE_SIZE, CacheConfig
 
 SCRATCH_PAGE = 0
+PAGE_BYTES = struct.Struct(f"{PAGE_SIZE}q").pack
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Digest of one full page of tokens after everything before it (parent is the previous page's digest or b"")."""
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(parent + PAGE_BYTES(*tokens), digest_size=16).digest()
 
 
 class PagePool:

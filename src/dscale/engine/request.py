@@ -51,9 +51,9 @@ class StepRecords(Sequence[StepRecord]):
     def __init__(self) -> None:
         self._numbers = array("H")  # emitted, accepted, slots, drafted; and so on
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, emitted: int, accepted: int, slots: int, drafted: int) -> None:
         """Add the record of the next step."""
-        self._numbers.extend((record.emitted, record.accepted, record.slots, record.drafted))
+        self._numbers.extend((emitted, accepted, slots, drafted))
 
     def __len__(self) -> int:
         return len(self._numbers) // 4
@@ -126,7 +126,9 @@ class Request:
     def span(self, start: int, stop: int) -> list[int]:
         """Tokens start … stop - 1, at a cost that does not grow with the rest."""
         own = len(self.prompt)
-        return self.prompt[start:stop] + self.output[max(start - own, 0) : max(stop - own, 0)]
+        if start >= own:
+            return self.output[start - own : max(stop - own, 0)]
+        return self.prompt[start:stop] + self.output[: max(stop - own, 0)]
 
     @property
     def length(self) -> int:
@@ -145,16 +147,15 @@ class Request:
 
     def longest(self, width: int) -> int:
         """Most tokens it may have by now, when a step in flight emits at most `width`."""
-        return min(self.length + self.in_flight * width, len(self.prompt) + self.cap)
+        return len(self.prompt) + min(len(self.output) + self.in_flight * width, self.cap)
 
     def page_digests(self, tokens: int) -> list[bytes]:
         """Digests of the full pages within the first `tokens` tokens."""
-        full = tokens // PAGE_SIZE
-        while len(self.digests) < full:
-            start = len(self.digests) * PAGE_SIZE
-            parent = self.digests[-1] if self.digests else b""
-            self.digests.append(page_hash(parent, self.span(start, start + PAGE_SIZE)))
-        return self.digests[:full]
+        full, digests = tokens // PAGE_SIZE, self.digests
+        for start in range(len(digests) * PAGE_SIZE, full * PAGE_SIZE, PAGE_SIZE):
+            parent = digests[-1] if digests else b""
+            digests.append(page_hash(parent, self.span(start, start + PAGE_SIZE)))
+        return digests if len(digests) == full else digests[:full]
 
 
 def derive_seed(base: int, index: int) -> int:

@@ -61,18 +61,18 @@ class HostOutputs:
     @classmethod
     def read(cls, counts: Tensor, signals: Tensor | None, outputs: Outputs) -> HostOutputs:
         """From host copies [n, …] of the two tensors; what is kept of them is copied, the ring goes round."""
-        rows = counts.tolist()
-        tokens = [row[: row[-COUNTS]] for row in rows]
-        draft = Draft(torch.zeros(len(rows), outputs.drafts, dtype=torch.int64))
+        told = counts.numpy()  # tolist of numpy takes two thirds of the time of torch's
+        tokens = [row[:emitted] for row, emitted in zip(told.tolist(), told[:, -COUNTS].tolist(), strict=True)]
+        draft = Draft(torch.zeros(len(tokens), outputs.drafts, dtype=torch.int64))
         if signals is not None:
-            drafts = outputs.drafts
-            widths = [drafts + 1] * outputs.scored + [drafts, drafts] * outputs.ranked
-            parts = list(signals.clone().split(widths, dim=1))
-            draft.survival = parts.pop(0) if outputs.scored else None
+            known, drafts, at = signals.clone(), outputs.drafts, 0
+            if outputs.scored:
+                at = drafts + 1
+                draft.survival = known[:, :at]
             if outputs.ranked:
-                best, log_sum = parts
+                best, log_sum = known[:, at : at + drafts], known[:, at + drafts :]
                 draft.top = TopLogits(best[..., None], draft.tokens[..., None], log_sum, torch.zeros_like(log_sum))
-        return cls(tokens, [row[1 - COUNTS] for row in rows], [row[2 - COUNTS] for row in rows], draft)
+        return cls(tokens, told[:, 1 - COUNTS].tolist(), told[:, 2 - COUNTS].tolist(), draft)
 
 
 class RingSlot:

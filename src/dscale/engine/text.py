@@ -24,12 +24,13 @@ class Decoder(Protocol):
 
 class TextStream:
     """The visible text of an output. With stop strings, text that may still become one is held back; without any,
-    tokens are decoded when their text is asked for."""
+    tokens are decoded when their text is asked for, also after the last."""
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = (), include_stop: bool = False) -> None:
         self.decoder, self.stop, self.include_stop = decoder, tuple(stop), include_stop
         self._text = ""
         self._fresh: list[int] = []  # tokens that are not decoded yet
+        self._ending = False  # whether what the decoder holds back is still to come, though no more tokens are
         self.stopped_by: str | None = None
         self._taken = 0  # characters of text already handed out
 
@@ -39,6 +40,9 @@ class TextStream:
         if self._fresh:
             tokens, self._fresh = self._fresh, []
             self._text += self.decoder.push(tokens)
+        if self._ending:
+            self._ending = False
+            self._text += self.decoder.finish()
         return self._text
 
     def push(self, tokens: Sequence[int], free: int = 0) -> int | None:
@@ -65,11 +69,12 @@ class TextStream:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: decode what is left, unless a stop string already ended the text."""
-        if self.stopped_by is None:
-            before = len(self.text)
-            self._text += self.decoder.finish()
-            self._find_stop(before)
+        """No more tokens come: what is left is text too, unless a stop string already ended it."""
+        self._ending = self.stopped_by is None
+        if self.stop and self._ending:
+            before = len(self._text)
+            if len(self.text) > before:
+                self._find_stop(before)
 
     def take(self, final: bool = False) -> str:
         """Text not handed out yet, less what may still turn into a stop string (all of it when final)."""

@@ -49,7 +49,7 @@ class Promise:
         self._scores[0] = PRIOR_SURVIVAL ** np.arange(1, width)
         self._emitted = np.ones(KEPT, np.float32)  # expected tokens of these drafts as they were verified
         self._steps = 0
-        self._learned = 0, 0  # the step that was learned from last, and its budget
+        self._learned: dict[int, int] = {}  # by budget: the step that was learned from last
         self._passed = np.zeros(len(budgets))  # scored steps by group since one was learned from, this one included
         self._known: dict[int, tuple[int, Numbers]] = {}  # by requests: since which step, tokens
         self.forget()
@@ -128,9 +128,7 @@ class Promise:
         return bisect_left(self._places, budget)
 
     def _due(self, budget: int, lanes: int) -> bool:
-        """Looks at other budgets always tell something."""
-        since, last = self._learned
-        return budget != last or self._steps - since >= lanes // ENOUGH
+        return self._steps - self._learned.get(budget, 0) >= lanes // ENOUGH
 
     def _keep(self, survival: Numbers, verified: Ints) -> None:
         rows = survival[-KEPT:]
@@ -155,7 +153,7 @@ class Promise:
         for past, kept in ((self._lasting, FACTOR_MEMORY), (self._latest, MISS_MEMORY / (MISS_MEMORY + lanes))):
             past[:, :groups] = kept ** self._passed[:groups] * past[:, :groups] + new
         self._passed[:groups] = 0
-        self._learned = self._steps, budget
+        self._learned[budget] = self._steps
 
     def _misses(self, budget: int, accepted: Ints, lanes: int) -> bool:
         """Whether acceptance is no longer what is promised."""
