@@ -158,8 +158,10 @@ async def run_server(settings: ServerSettings) -> int:
 
 
 def keep_out_of_collections() -> None:
-    """Let the garbage collector leave alone what is there now: modules and tokenizer live as long as the process, and to
-    look through them, as it would every few seconds under load, holds up all streams for a quarter of a second."""
+    """Let the garbage collector leave alone what is there now: modules and tokenizer live as long as the process.
+
+    To look through them, as it would every few seconds under load, holds up all streams for a quarter of a second.
+    """
     gc.collect()
     gc.freeze()
 
