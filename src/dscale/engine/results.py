@@ -36,7 +36,8 @@ class Outputs:
     @classmethod
     def pack(cls, result: StepResult) -> Outputs:
         """Pack on the device; reads nothing back."""
-        draft, top = result.draft, result.draft.top
+        draft = result.draft
+        top = draft.top if draft.ranked else None
         sums = torch.stack([result.emitted, result.accepted, result.slots, result.finished.long()], dim=1)
         parts = [] if draft.survival is None else [draft.survival.float()]
         if top is not None:

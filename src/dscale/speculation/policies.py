@@ -36,13 +36,15 @@ class Draft:
     """Drafted tokens [N, D] of every lane and, where a policy wants it, what is believed about them.
 
     survival q [N, D+1]: probability that at least j drafts are accepted. top: the head's best logits [N, D, …].
-    features float16 [N, F]: of blocks that are recorded (engine/recorder.py).
+    features float16 [N, F]: of blocks that are recorded (engine/recorder.py). ranked: top is for those who learn from
+    the step, too; else it stays on the device.
     """
 
     tokens: Tensor
     survival: Tensor | None = None
     top: TopLogits | None = None
     features: Tensor | None = None
+    ranked: bool = True
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> Draft:
@@ -52,7 +54,8 @@ class Draft:
     def select(self, lanes: Tensor) -> Draft:
         """The same of these lanes, int64."""
         survival, features = (None if one is None else one[lanes] for one in (self.survival, self.features))
-        return Draft(self.tokens[lanes], survival, None if self.top is None else self.top.select(lanes), features)
+        top = None if self.top is None else self.top.select(lanes)
+        return Draft(self.tokens[lanes], survival, top, features, self.ranked)
 
 
 @dataclass
@@ -181,7 +184,7 @@ class PredictorScorer(Scorer):
     def read(self, hidden: Tensor, target: Target, live: Tensor, initial: Tensor) -> Draft:
         top = top_logits(target.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
         q = predicted_survival(self.predictor, top, hidden, live, initial, self.projections)
-        return Draft(top.ids[..., 0], q, top)
+        return Draft(top.ids[..., 0], q, top, ranked=False)
 
 
 class ConfidenceScorer(Scorer):

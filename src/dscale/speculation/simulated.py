@@ -95,7 +95,7 @@ class Simulation(ABC):
             return draft
         length, q = self.at(seed, position)
         survival = q[:, : drafts + 1] if draft.survival is not None else None
-        return SimulatedDraft(draft.tokens, survival, draft.top, length=length)
+        return SimulatedDraft(draft.tokens, survival, draft.top, ranked=draft.ranked, length=length)
 
     def rewrite(self, y: Tensor, draft: Draft, packed: Packed, vocab: int) -> Tensor:
         """The target's tokens y [M] int64, changed so that just the drafts of the simulated length pass."""
