@@ -145,6 +145,28 @@ def test_a_policy_hears_for_how_many_requests_a_step_was_launched() -> None:
     assert any(len(outcome.slots) < outcome.live for outcome in outcomes)
 
 
+def test_the_page_table_is_written_once_a_step_at_most() -> None:
+    llm = engine("llama", "full", lag=1)
+    worker, most, both = llm.engine.worker, 0, 0
+    written: list[int] = []
+    place = worker.place
+    worker.place = lambda *arguments: (written.append(1), place(*arguments))[1]
+    for number, row in enumerate(prompts(12)):
+        llm.engine.add(str(number), row, GREEDY, 11)
+    prefill, launch = worker.prefill, worker.launch
+    done: list[str] = []
+    worker.prefill = lambda *arguments: (done.append("prefill"), prefill(*arguments))[1]
+    worker.launch = lambda *arguments: (done.append("launch"), launch(*arguments))[1]
+    while llm.engine.busy:
+        written.clear()
+        done.clear()
+        llm.engine.step()
+        most = max(most, len(written))
+        both += done == ["prefill", "launch"]
+    assert most == 1
+    assert both > 1
+
+
 def test_abort_and_stream_leave_no_step_behind() -> None:
     llm = spelling(engine("llama", "full", lag=1))
     pieces = llm.stream(prompts(1)[0], GREEDY)

@@ -162,7 +162,7 @@ class Engine:
             plan = self.scheduler.schedule()
         assert plan is not None, "with no step in flight every plan can be made"
         if plan.prefill:
-            self._prefill(plan.prefill)
+            self._prefill(plan.prefill, plan.decode)
         started = self._launch(plan.decode) if plan.decode else None
         if late:
             done += self._settle()
@@ -203,9 +203,9 @@ class Engine:
         self._learn(requests, decoded, len(launched.requests))
         return requests
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
+    def _prefill(self, chunks: list[Chunk], decoding: list[Request]) -> None:
         began = time.perf_counter()
-        self.worker.prefill(chunks)
+        self.worker.prefill(chunks, decoding)
         for index, chunk in enumerate(chunks):
             if chunk.request.params.prompt_logprobs is not None:
                 self._score_prompt(index, chunk)

@@ -221,9 +221,10 @@ class Worker:
         return self.models.target.config.decoder.vocab_size
 
     @guarded
-    def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Put chunks through the target."""
-        self.bind([chunk.request for chunk in chunks])
+    def prefill(self, chunks: Sequence[Chunk], decoding: Sequence[Request] = ()) -> None:
+        """Put chunks through the target. decoding: requests of the decode step that follows; what it needs in the
+        page table goes there in the same copy."""
+        self.bind([*[chunk.request for chunk in chunks], *decoding])
         ids = [token for chunk in chunks for token in chunk.tokens]
         scored = any(chunk.request.params.prompt_logprobs is not None for chunk in chunks)
         pieces = [(chunk.request.row, chunk.start, chunk.length) for chunk in chunks]
