@@ -22,7 +22,7 @@ from dscale.speculation.promise import Promise
 from dscale.speculation.step_times import SETTLED
 from dscale.speculation.workspace import StepShape
 
-MARGIN = 0.003  # of its speed by which another budget must be faster to be taken
+MARGIN = 0.006  # of its speed by which another budget must be faster to be taken
 REVIEW_EVERY = 16  # steps between choices
 LOOK_SHARE = 0.001  # of the time that looks at other budgets may cost
 LOOK_SHARE_OFF = 0.01  # the same where nothing is drafted: nothing else shows that the text became easier
