@@ -272,3 +272,11 @@ def test_a_reader_that_stops_reading_is_cut(scripted, monkeypatch):
         sock.sendall(head.encode() + body)
         wait_for(lambda: service.open == 1)
         wait_for(lambda: client.closed == 1 and service.open == 0)
+
+
+def test_a_reader_that_waits_for_the_engine_is_not_cut(scripted, monkeypatch):
+    monkeypatch.setattr("dscale.serve.streams.STALLED", 0.1)
+    _, url, _ = scripted(Scripted(["a", "b", "c"], pause=0.25))
+    response = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "stream": True}, timeout=20)
+    assert [json.loads(line[6:])["choices"][0]["text"] for line in response.text.split("\n\n")[:3]] == ["a", "b", "c"]
+    assert response.text.endswith("data: [DONE]\n\n")

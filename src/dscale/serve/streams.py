@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
+from types import TracebackType
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -59,20 +60,54 @@ class EventStream(StreamingResponse):
         self._log["error"] = "client_gone"  # unless it turns out otherwise
         async with aclosing(self._events):
             with suppress(TimeoutError):
-                await _sent(send, start)
-                try:
-                    async for piece in self._events:
-                        await _sent(send, _body(piece, True))
-                    del self._log["error"]
-                except ApiError as error:
-                    self._log["error"] = error.code
-                    await _sent(send, _body(event(error.body()), True))
-                await _sent(send, _body(b"", False))
+                async with Reader(send) as reader:
+                    await self._tell(reader, start)
+
+    async def _tell(self, reader: Reader, start: Message) -> None:
+        await reader.send(start)
+        try:
+            async for piece in self._events:
+                await reader.send(_body(piece, True))
+            del self._log["error"]
+        except ApiError as error:
+            self._log["error"] = error.code
+            await reader.send(_body(event(error.body()), True))
+        await reader.send(_body(b"", False))
 
 
-async def _sent(send: Send, message: Message) -> None:
-    async with asyncio.timeout(STALLED):
-        await send(message)
+class Reader:
+    """A client that reads a stream. TimeoutError at the end of its context once it has left something unread for
+    STALLED seconds. One timer looks after all events: one for each was a twentieth of what serving a stream costs."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._limit = send, asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when it was given what it has not taken yet
+
+    async def __aenter__(self) -> Reader:
+        await self._limit.__aenter__()
+        self._timer = self._loop.call_later(STALLED, self._look)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+    async def send(self, message: Message) -> None:
+        """Send it; returns once there is room for more."""
+        self._since = self._loop.time()
+        await self._send(message)
+        self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        unread = 0.0 if self._since is None else now - self._since
+        if unread >= STALLED:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(STALLED - unread, self._look)
 
 
 def _body(body: bytes, more: bool) -> Message:
