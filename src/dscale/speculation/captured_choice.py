@@ -19,7 +19,6 @@ import numpy as np
 from dscale.speculation.costs import ReplayCosts
 from dscale.speculation.policies import StepOutcome
 from dscale.speculation.promise import Promise
-from dscale.speculation.step_times import SETTLED
 from dscale.speculation.workspace import StepShape
 
 MARGIN = 0.006  # of its speed by which another budget must be faster to be taken
@@ -27,10 +26,10 @@ REVIEW_EVERY = 16  # steps between choices
 LOOK_SHARE = 0.001  # of the time that looks at other budgets may cost
 LOOK_SHARE_OFF = 0.01  # the same where nothing is drafted: nothing else shows that the text became easier
 LOOKS = (16, 128)  # steps between looks: at least, at most
-DOUBT = 2.5  # standard deviations by which a rival may well be faster than believed
+DOUBT = 2.0  # standard deviations by which a rival may well be faster than believed
 KNOWN = 0.01  # doubt from which looks at a rival are rarer
 RIVAL_EVERY = 4, 16  # steps between looks at rivals, at least: at one in doubt, at one that is known
-RIVAL_RUN = 28  # steps of a look at a rival: some of them at its own clocks (step_times.SETTLED)
+RIVAL_RUN = 28  # steps of a look at a rival: half of them at its own clocks (step_times.py)
 RIVAL_SHARE = 0.001  # of the time that these may cost
 RIVAL_CREDIT = (1.0, 3.0)  # steps' worth of them to begin with, and to save up at most
 
@@ -111,7 +110,7 @@ class CapturedChoice:
         speeds = self._speeds(live)
         best = int(speeds.argmax())
         if speeds[best] > (1 + MARGIN) * speeds[self._chosen]:
-            self._chosen, self._run, self._alone = best, 0, -SETTLED
+            self._chosen, self._run, self._alone = best, 0, -RIVAL_RUN // 2
         loss = 1 - float(speeds[self._look] / speeds[self._chosen])
         share = LOOK_SHARE if self._chosen else LOOK_SHARE_OFF
         self._look_after = int(min(max(loss / share, LOOKS[0]), LOOKS[1]))

@@ -6,10 +6,10 @@
 apart. A size that ran a lot tells nothing of the others but by what they share, so their covariance is kept (a Kalman
 filter): the first size that runs shifts all, and each further one is told apart by the first few of its own steps.
 
-`visit` is there in a step among others of another size. A chip that is short of power runs at the clocks that the steps
-before left it: a single step of 8 slots among steps of 12 takes 2 to 3% longer than one among its like, one of 12 among
-steps of 8 is as much too fast, and whatever runs would look better than what does not. So visits, however many, tell
-no more of a size than to VISIT; only a row of its steps does.
+`visit` is there in a step among others of another size. Where the chip is short of power, clocks follow the load with a
+delay: a single step of 8 slots among steps of 12 runs at their clocks and takes longer than one among its like, one of
+12 among steps of 8 is as much too fast, and whatever runs looks better than what does not. So visits, however many,
+tell no more of a size than to VISIT; only a row of its steps does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ VISIT = 0.02  # of `visit` beforehand, and again whenever another size has settl
 NOISE = 0.01  # of one step
 WANDER = 0.001  # of `shared` from step to step
 MOVED = 0.03  # of `shared` for a change of the requests by as much as their number
-AGING = 0.001  # of `own` from step to step: what was seen long ago is less certain
+AGING = 0.0003  # of `own` from step to step: what was seen long ago is less certain
 LEAST = 0.2  # of its replay: less no size is believed to take, whatever the others taught
 SURPRISE = 0.02  # miss from which a step may be a hiccup: half of what is beyond counts as noise of its own
-SETTLED = 12  # steps of a size in a row after which the clocks are its own
+INERTIA = 8  # steps over which the clocks forget
+SETTLED = 0.8  # share of a size in what they remember from which the clocks are its own: 12 steps in a row
 
 
 class StepTimes:
@@ -43,7 +44,8 @@ class StepTimes:
         self._spread = np.diag([SHARED if shared is None else SHARED_NEAR, *[OWN] * sizes, *[VISIT] * sizes]) ** 2
         self._own, self._visits = slice(1, 1 + sizes), slice(1 + sizes, None)
         self._live = 0
-        self._size, self._row, self._settled = -1, 0, -1  # of the last step, how many in a row, whose clocks are on
+        self._ran = np.zeros(sizes)  # share of each size in what the clocks remember
+        self._settled = -1  # whose clocks are on
 
     @property
     def shared(self) -> float:
@@ -75,14 +77,17 @@ class StepTimes:
 
     def _settle(self, size: int) -> bool:
         """Whether the clocks are those of this size by now."""
-        self._size, self._row = size, self._row + 1 if size == self._size else 1
-        if self._row == SETTLED and self._settled != size:
+        self._ran *= 1 - 1 / INERTIA
+        self._ran[size] += 1 / INERTIA
+        if self._ran[size] < SETTLED:
+            return False
+        if self._settled != size:
             self._settled = size
             visits = self._visits
             self._mean[visits] = 0.0
             self._spread[visits], self._spread[:, visits] = 0.0, 0.0
             self._spread[visits, visits] = np.diag([VISIT**2] * len(self.replays))
-        return self._settled == size
+        return True
 
     def _age(self, live: int) -> None:
         moved = MOVED * abs(live - self._live) / max(live, self._live) if self._live else 0.0
