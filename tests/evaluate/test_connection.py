@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -120,12 +121,62 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_used_again() -> No
     assert server.connections == 3
 
 
+@pytest.mark.parametrize("pieces", [[WHOLE + b"more"], [WHOLE, b"HT"]])
+def test_no_request_follows_what_nobody_asked_for(pieces: list[bytes | None]) -> None:
+    server = Server(pieces, [WHOLE])
+
+    async def twice(connections: Connections) -> list[bytes]:
+        first = await connections.post({}, print)
+        await asyncio.sleep(0.02)
+        return [first.body, (await connections.post({}, print)).body]
+
+    assert ask(server, twice) == [b'{"a": 1}'] * 2
+    assert server.connections == 2
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.05)
+    server = Server([WHOLE], [WHOLE], [WHOLE])
+
+    async def thrice(connections: Connections) -> None:
+        for pause in (0.0, 0.1, 0.0):
+            await connections.post({}, print)
+            await asyncio.sleep(pause)
+
+    ask(server, thrice)
+    assert server.connections == 2
+
+
+def test_a_request_that_is_given_up_takes_its_connection_with_it() -> None:
+    server = Server([STREAM, b"3\r\nabc\r\n"], [WHOLE])
+    taken: list[bytes] = []
+
+    async def cut_short(connections: Connections) -> int:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connections.post({}, taken.append), 0.1)
+        assert not connections._open
+        return (await connections.post({}, taken.append)).status
+
+    assert ask(server, cut_short) == 200
+    assert (server.connections, taken) == (2, [b"abc"])
+
+
+def test_a_name_in_the_address_is_sent_decoded_and_goes_before_a_token() -> None:
+    connections = Connections("http://us%40er:p%3Ass@[::1]:8000/base/", "/x", token="t")
+    *lines, _ = connections._head.split(b"\r\n")
+    assert lines[0] == b"POST /base/x HTTP/1.1"
+    assert b"host: [::1]:8000" in lines
+    assert b"authorization: Basic " + base64.b64encode(b"us@er:p:ss") in lines
+    assert not any(b"Bearer" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("pieces", "why"),
     [
         ([None], "the server closed it"),
         ([STREAM, b"3\r\nabc\r\n", None], "the server closed it"),
         ([b"SSH-2.0-OpenSSH\r\n"], "it cannot be read"),
+        ([b"HTTP/1.1 101 Other\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"], "it cannot be read"),
         ([STREAM, b"3\r\nabc\r\n", b""], "nothing came for 0.3 s"),
     ],
 )

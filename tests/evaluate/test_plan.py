@@ -90,6 +90,7 @@ def test_a_plan_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("boots = 2", "no arms"),
         ("[[arms]]\nengine = 'vllm'", "has no name"),
         ("[[arms]]\nname = 'a'", "arm a: has nothing"),
+        ("[[arms]]\nname = 'a'\nbase_url = 'x:8000'", "arm a: base_url 'x:8000' must begin with http://"),
         ("[[arms]]\nname = 'a'\ncommand = ['x']", "no {port}"),
         ("[[arms]]\nname = 'a'\ncommand = 'x'", "command: 'x' has the wrong type"),
         ("[[arms]]\nname = 'a'\nsettings = {model = 'm', polcy = 'off'}", "setting 'polcy' is not known"),

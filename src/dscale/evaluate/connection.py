@@ -19,6 +19,7 @@ import httptools
 import httpx
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 900.0  # to open a connection; without a byte of an answer
+IDLE_SECONDS = 4.0  # after which one is not used again: common servers close it after 5, maybe as a request comes
 
 
 class Unreachable(Exception):
@@ -69,12 +70,13 @@ class Connections:
 
     async def _free(self) -> Connection:
         """One that nobody uses: the last one used, or a new one."""
+        loop = asyncio.get_running_loop()
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closed:
+            if not connection.closed and loop.time() - connection.heard < IDLE_SECONDS:
                 return connection
+            connection.close()
             self._open.discard(connection)
-        loop = asyncio.get_running_loop()
         port = self.url.port or (443 if self._ssl else 80)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -96,15 +98,15 @@ def _head(url: httpx.URL, token: str | None) -> bytes:
     """The head of every request, up to the body's length."""
     lines = [b"POST " + url.raw_path + b" HTTP/1.1", b"host: " + url.netloc, b"accept: */*",
              b"accept-encoding: identity", b"content-type: application/json", b"user-agent: dscale"]  # fmt: skip
-    if token:
+    if url.userinfo:  # goes before a token, as with httpx, which asks the questions around a load
+        lines.append(b"authorization: Basic " + base64.b64encode(f"{url.username}:{url.password}".encode()))
+    elif token:
         lines.append(f"authorization: Bearer {token}".encode())
-    elif url.userinfo:
-        lines.append(b"authorization: Basic " + base64.b64encode(url.userinfo))
     return b"\r\n".join(lines) + b"\r\n"
 
 
 class Connection(asyncio.Protocol):
-    """One connection."""
+    """One connection. heard: when something came last, or was sent, by the clock of its loop."""
 
     def __init__(self) -> None:
         self._lost = False
@@ -118,7 +120,7 @@ class Connection(asyncio.Protocol):
         self._take, self._reply, self._parts = take, Reply(), list[bytes]()
         self._until_closed = True  # the end of the connection is that of the answer
         self._whole = True
-        self._heard = self._loop.time()
+        self.heard = self._loop.time()
 
     async def ask(self, head: bytes, body: bytes, take: Callable[[bytes], None]) -> Reply:
         """Send one request; its answer when it is complete."""
@@ -138,7 +140,7 @@ class Connection(asyncio.Protocol):
     async def _answered(self, done: asyncio.Future[None]) -> None:
         """Wait until it is, as long as something comes now and then. One timer for all of it: chunks are many."""
         while not done.done():
-            left = self._heard + ANSWER_SECONDS - self._loop.time()
+            left = self.heard + ANSWER_SECONDS - self._loop.time()
             if left <= 0:
                 raise Broken(f"nothing came for {ANSWER_SECONDS:g} s")
             await asyncio.wait((done,), timeout=left)
@@ -168,12 +170,16 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
-        self._heard = self._loop.time()
+        """Bytes came. What nobody asked for would be taken for the next answer, so no request follows it."""
+        self.heard = self._loop.time()
+        if self._done is None or self._done.done():
+            self.close()
+            return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._end(Broken(f"it cannot be read: {error.__context__ or error}"))
+            self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         """It is closed."""
@@ -206,7 +212,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """The answer is complete, or it was but a first word (1xx)."""
         if self._reply.status < 200:
-            self._reply = Reply()
+            self._reply, self._until_closed = Reply(), True
             return
         if not self._parser.should_keep_alive():
             self.close()

@@ -69,6 +69,8 @@ class Arm:
         where = f"arm {self.name}"
         kinds = [name for name in ("command", "base_url", "settings") if getattr(self, name)]
         require(len(kinds) == 1, f"{where}: has {' and '.join(kinds) or 'nothing'}; give command, base_url or settings")
+        known = not self.base_url or self.base_url.startswith(("http://", "https://"))
+        require(known, f"{where}: base_url {self.base_url!r} must begin with http:// or https://")
         engine = self.engine or ("dscale" if self.settings else "server")
         object.__setattr__(self, "engine", engine)
         require(engine in ENGINES, f"{where}: engine {engine!r}; allowed are {', '.join(ENGINES)}")
