@@ -268,3 +268,17 @@ def test_what_all_sizes_share_is_a_first_guess_for_other_requests() -> None:
     for _ in range(20):
         costs.observe(2, auto.shapes(2)[2], 16e-3 + 0.2 * 14.5e-3)  # 20% of the mean replay more
     assert costs.times(4, WIDTH, np.array([16.0, 64.0])) * 1e3 == pytest.approx([16 + 5.8, 64 + 5.8], rel=0.01)
+
+
+def test_a_request_more_or_less_is_no_new_question() -> None:
+    """15 and 16 requests share steps and a round number, 16 and 20 share steps, 8 and 7 a number alone."""
+    costs = ReplayCosts(lambda live, shape: (8 if live < 8 else 16) * shape.share / 1e3)
+    auto = Auto(NoScorer(), NoScorer(), WIDTH, costs, False, (4, 8, 16))
+    costs.shapes = auto.shapes
+    choice, reviewed = auto.captured, []
+    assert choice is not None
+    review = choice._review
+    choice._review = lambda live: (reviewed.append(live), review(live))  # type: ignore[method-assign]
+    for live in (16, 15, 16, 20, 20, 8, 7):
+        auto.shape(live)
+    assert reviewed == [16, 20, 8, 7]

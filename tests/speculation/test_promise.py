@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dscale.speculation.promise import ENOUGH, FACTOR_MEMORY, FACTOR_PRIOR, FRESH, LASTING, REFRESH, Promise
+from dscale.speculation.promise import (
+    ENOUGH,
+    FACTOR_MEMORY,
+    FACTOR_PRIOR,
+    FRESH,
+    LASTING,
+    REFRESH,
+    Promise,
+    round_number,
+)
 
 HIGH, LOW = [0.9, 0.8, 0.2], [0.5, 0.4, 0.3]  # two requests: slots are granted 0.9 0.8 | 0.5 0.4 | 0.3 0.2
 SCORES = np.array([HIGH, LOW], np.float32)
@@ -102,3 +111,9 @@ def test_of_many_rows_every_other_step_is_learned_from_and_every_look() -> None:
     assert second == pytest.approx(first * (1 + FACTOR_MEMORY**2))
     assert step(3, 1) == pytest.approx(first + FACTOR_MEMORY * second)  # another budget
     assert promise._filled == 3 * lanes
+
+
+def test_round_numbers() -> None:
+    assert [round_number(live) for live in (1, 2, 3, 4, 5, 7, 10, 13, 15, 16, 19, 27, 28, 31, 63)] == [
+        1, 2, 3, 4, 6, 8, 12, 12, 16, 16, 16, 24, 32, 32, 64,
+    ]  # fmt: skip

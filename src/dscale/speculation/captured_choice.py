@@ -18,7 +18,7 @@ import numpy as np
 
 from dscale.speculation.costs import ReplayCosts
 from dscale.speculation.policies import StepOutcome
-from dscale.speculation.promise import Promise
+from dscale.speculation.promise import Promise, round_number
 from dscale.speculation.workspace import StepShape
 
 MARGIN = 0.006  # of its speed by which another budget must be faster to be taken
@@ -42,7 +42,7 @@ class CapturedChoice:
         self.slots = [1, *budgets]  # 1: nothing is drafted
         self.promise = Promise(width, budgets)
         self._chosen = 0  # index into slots
-        self._live, self._age = 0, 0
+        self._live, self._age = 0, 0  # requests of the last review, steps since
         self._unseen, self._look_after = 0, LOOKS[0]  # steps since the last look, and until the next
         self._rival = 0  # index into slots; the choice where no other is worth a look
         self._run = 0  # steps left of a look at it
@@ -56,11 +56,18 @@ class CapturedChoice:
     def shape(self, live: int) -> StepShape:
         """The step for `live` requests."""
         due = 1 if self._run else REVIEW_EVERY if self._rival == self._chosen else self._rival_every
-        if live != self._live or (self._age >= due and not self.promise.unsure):
+        if not self._like(live) or (self._age >= due and not self.promise.unsure):
             self._review(live)
         self._age, self._unseen, self._alone = self._age + 1, self._unseen + 1, self._alone + 1
         self._credit = min(self._credit + RIVAL_SHARE, RIVAL_CREDIT[1])
         return self._shape(live, self._next())
+
+    def _like(self, live: int) -> bool:
+        """Whether the choice made last holds for so many requests too: same steps, and about as many that share."""
+        before = self._live
+        return live == before or (
+            before > 0 and round_number(live) == round_number(before) and self.costs.alike(live, before)
+        )
 
     def _next(self) -> int:
         if self.promise.unsure:

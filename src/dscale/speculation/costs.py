@@ -104,6 +104,10 @@ class ReplayCosts(Costs):
         shares = [sizes[place][1] for place in same]
         return np.maximum(np.interp(np.asarray(rows) / live, shares, times.seconds()[same]), 1e-6)
 
+    def alike(self, live: int, other: int) -> bool:
+        """Whether the same captured steps serve so many requests."""
+        return self._of(live)[0] is self._of(other)[0]
+
     def doubts(self, live: int, shape: StepShape) -> Numbers:
         """Standard deviation of the time of each size against that of `shape`, as a share of it: [S], by width and
         share."""

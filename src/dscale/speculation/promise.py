@@ -70,9 +70,8 @@ class Promise:
         return self._filled < FRESH
 
     def tokens(self, live: int) -> Numbers:
-        """Tokens a request by budget [B], for `live` requests that share them (as of the next lower round number)."""
-        finer = max(live.bit_length() - 2, 0)
-        live = live >> finer << finer  # 1, 2, 3, 4, 6, 8, 12, 16, …
+        """Tokens a request by budget [B], for `live` requests that share them (as of the nearest round number)."""
+        live = round_number(live)
         since, known = self._known.get(live, (-REFRESH, None))
         if known is None or self._steps >= since + REFRESH:
             gains, drift = self._expected(live)
@@ -163,6 +162,12 @@ class Promise:
         self._miss = kept * self._miss + float(accepted.sum()) - count * expected
         self._spread = kept * self._spread + count * expected * (1 + expected)
         return self._miss**2 > ALARM**2 * (self._spread + LEAST_SPREAD)
+
+
+def round_number(live: int) -> int:
+    """The nearest of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: so many requests share a budget about as `live` do."""
+    step = 1 << max(live.bit_length() - 2, 0)
+    return (live + step // 2) // step * step
 
 
 def _by_group(values: Numbers, lanes: int, budgets: Ints) -> Numbers:
