@@ -30,7 +30,7 @@ AGING = 0.0003  # of `own` from step to step: what was seen long ago is less cer
 LEAST = 0.2  # of its replay: less no size is believed to take, whatever the others taught
 SURPRISE = 0.02  # miss from which a step may be a hiccup: half of what is beyond counts as noise of its own
 INERTIA = 8  # steps over which the clocks forget
-SETTLED = 0.8  # share of a size in what they remember from which the clocks are its own: 12 steps in a row
+SETTLED = 0.8  # share of a size in what they remember from which the clocks are its own: 13 steps in a row
 
 
 class StepTimes:
