@@ -68,7 +68,7 @@ class Scripted(CapturedChoice):
         self._running: list[Step] = []
 
     def play(self, steps: Sequence[Step]) -> None:
-        """What comes next, in order; then the first size of it for ever, unseen."""
+        """What comes next, in order; then whole blocks for ever, unseen."""
         self._coming = list(steps)[::-1]
 
     @property

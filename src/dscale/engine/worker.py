@@ -342,10 +342,8 @@ class Worker:
         self.policy.observe(outcome)
 
     def commit_edits(self, request: Request, tokens: Sequence[int]) -> None:
-        """Tell a request's logit edits what was emitted."""
-        edits = self.state.edits.get(request.row)
-        if edits is not None and request.params.edits_logits:
-            edits.commit(tokens)
+        """Tell the logit edits of a request that has some what was emitted."""
+        self.state.edits[request.row].commit(tokens)
 
     def measure_verify(self, rows: int) -> float:
         """Seconds of one target pass over `rows` rows with its head, on scratch, right after a draft pass as in a step

@@ -120,7 +120,7 @@ class ServedByServer:
         return asyncio.run(self._about())
 
     async def _about(self) -> dict[str, Any]:
-        async with self.server.client(2) as client:
+        async with self.server.client() as client:
             seen = await scrape(client)
             made: dict[str, Any] = {"engine": seen.engine, "policy": seen.policy}
             with contextlib.suppress(httpx.HTTPError, ValueError):
@@ -159,7 +159,7 @@ class ServedByServer:
     async def _settled(self) -> Scrape:
         """The counters once nothing runs any more."""
         until = time.monotonic() + SETTLE_SECONDS
-        async with self.server.client(2) as client:
+        async with self.server.client() as client:
             await asyncio.sleep(SNAPSHOT_SECONDS)
             found = await scrape(client)
             while found.running and time.monotonic() < until:

@@ -61,13 +61,11 @@ class Server:
     token: str | None = None
     tokenizer: Any = None
 
-    def client(self, connections: int) -> httpx.AsyncClient:
+    def client(self) -> httpx.AsyncClient:
         """An HTTP client for the questions around a load; proxies of the environment are not used."""
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS, pool=None)
-        return httpx.AsyncClient(base_url=self.base_url, headers=headers, limits=limits, timeout=timeout,
-                                 trust_env=False)  # fmt: skip
+        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+        return httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=timeout, trust_env=False)
 
     def body(self, request: BenchRequest, temperature: float) -> dict[str, Any]:
         """What is posted. An arm whose body says `stream = false` gets its answers whole."""

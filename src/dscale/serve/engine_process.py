@@ -8,7 +8,6 @@ ignores SIGINT and SIGTERM, because the HTTP process decides when to stop, and i
 from __future__ import annotations
 
 import faulthandler
-import gc
 import platform
 import signal
 import socket
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dscale.config import POLICIES, InputError
 from dscale.engine.request import Request, Status
+from dscale.serve.garbage import keep_out_of_collections
 from dscale.serve.link import Closed, Link
 from dscale.serve.logs import one_line
 from dscale.serve.messages import (
@@ -300,8 +300,7 @@ def serve(link: Link) -> None:
 
         llm = LLM(load.model, recorder=refitting_recorder(), **load.options)
         refitter = Refitter(llm, load.refit)
-    gc.collect()
-    gc.freeze()  # what lives as long as the process: to look through it now and then would hold up every stream
+    keep_out_of_collections()
     EngineLoop(llm, link, load.max_waiting, refitter).run()
 
 

@@ -7,7 +7,6 @@ signal refuses what is new and lets what runs finish for drain_seconds; a second
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -22,6 +21,7 @@ from dscale.models.loader import open_target
 from dscale.models.tokenizer import Tokenizer
 from dscale.serve.app import build_app
 from dscale.serve.client import Client
+from dscale.serve.garbage import keep_out_of_collections
 from dscale.serve.logs import tell
 from dscale.serve.messages import EngineDied
 from dscale.serve.metrics import Metrics
@@ -155,15 +155,6 @@ async def run_server(settings: ServerSettings) -> int:
         await client.stop(0.0)
     tell("stopped", exit_code=code)
     return code
-
-
-def keep_out_of_collections() -> None:
-    """Let the garbage collector leave alone what is there now: modules and tokenizer live as long as the process.
-
-    To look through them, as it would every few seconds under load, holds up all streams for a quarter of a second.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 async def _load(settings: ServerSettings) -> tuple[Client, Tokenizer]:

@@ -133,7 +133,8 @@ class CapturedChoice:
         hoped[dear] = 0.0
         hoped[self._chosen] = (1 + MARGIN) * speeds[self._chosen]
         before, self._rival = self._rival, int(hoped.argmax())
-        self._run = self._run if self._rival == before else 0
+        if self._rival != before:
+            self._run = 0
         self._rival_loss, self._rival_every = float(losses[self._rival]), RIVAL_EVERY[bool(doubts[self._rival] < KNOWN)]
 
     def _speeds(self, live: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from dscale.serve.run import keep_out_of_collections
+from dscale.serve.garbage import keep_out_of_collections
 
 
 def test_what_is_loaded_is_not_looked_through_again() -> None:
