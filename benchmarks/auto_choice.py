@@ -4,12 +4,12 @@
     python benchmarks/auto_choice.py --concurrency 28 --errors 0.1 --steps 500
 
 A closed loop of the policy as it is built for a GPU. Times of a step are those of an H200 (medians of recorded runs,
-sizes between them interpolated by eye), with noise, a slow drift, hiccups, slower steps after a prefill, and clocks
-that follow what the steps before verified, so a step of one size among those of another is not what it is among its
-like; replays are off by ± --errors a size, in all combinations. Drafts pass as in simulated.py; requests are 512 tokens
-long, and a new one sits out a step. A case's figure is what the budgets it chose give in the long run (tokens a step of
-each, over 1,000 requests, by its seconds), over the better of 8 and 16 slots: the luck of the text does not enter. 0.99
-is asked.
+sizes between them interpolated by eye) with what a log of steps showed there (docs/log.md): noise, spells of some
+steps, hiccups, and clocks that follow what the steps before verified, so that a step of one size among those of another
+is not what it is among its like. Replays are off by ± --errors a size, in all combinations. Drafts pass as in
+simulated.py; requests are 512 tokens long, and a new one sits out a step. A case's figure is what the budgets it chose
+give in the long run (tokens a step of each, over 1,000 requests, by its seconds), over the better of 8 and 16 slots:
+the luck of the text does not enter. 0.99 is asked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ TIMES = {  # ms a step by requests: nothing drafted, then by budget
            32: (5.70, 9.70, 10.7, 11.9, 14.7, 17.2)},
 }  # fmt: skip
 PROMPT, OUTPUT, REQUESTS = 512, 512, 1024
-NOISE, DRIFT, AFTER_PREFILL, HICCUPS = 0.007, 0.001, 0.02, 0.01  # shares of a step; of the steps, up to twice as long
+NOISE, SPELL, LASTS = 0.006, 0.0125, 0.8  # shares of a step; how much of a spell is left one step later
+HICCUPS = 0.01  # of the steps, up to twice as long
 PULL, INERTIA = 0.06, 8  # of a step's time by the logarithm of what the steps before it verified; steps that count
 
 
@@ -137,15 +138,15 @@ class Case:
     def chosen(self, steps: int) -> list[int]:
         """Slots of each step; what a step gave is known one step later."""
         auto, times, requests = self.policy(), self.times(), Requests(self.lanes, 37 * self.seed)
-        rng, drift, late, slots, heat = np.random.default_rng(self.seed), 0.0, None, [], None
+        rng, spell, late, slots, heat = np.random.default_rng(self.seed), 0.0, None, [], None
         for number in range(steps):
-            filled, shape = self.lanes > requests.live, auto.shape(requests.live)
+            shape = auto.shape(requests.live)
             slots.append(int(shape.share))
             verified, accepted, scores = requests.step(slots[-1])
-            drift = 0.95 * drift + DRIFT * rng.standard_normal()
+            spell = LASTS * spell + np.sqrt(1 - LASTS**2) * SPELL * rng.standard_normal()
             load = float(np.log(slots[-1]))
             heat = load if heat is None else heat + (load - heat) / INERTIA
-            slow = 1 + drift + PULL * (heat - load) + NOISE * rng.standard_normal() + AFTER_PREFILL * filled
+            slow = 1 + spell + PULL * (heat - load) + NOISE * rng.standard_normal()
             slow *= 3.0 if number == 0 else 1 + rng.random() * (rng.random() < HICCUPS)
             known = torch.from_numpy(scores) if shape.scored and shape.width > 1 else None
             draft = Draft(torch.zeros(len(verified), shape.width - 1, dtype=torch.int64), known)

@@ -241,7 +241,7 @@ def test_times_of_a_size_are_corrected_by_its_own_steps() -> None:
     assert float(costs.times(2, 1, 2.0)) * 1e3 == pytest.approx(2, abs=0.05)
     assert list(costs.doubts(2, four) > 0.01) == [True, False, True, True]
     for shape, seconds in ((eight, 9.5e-3), (four, 5e-3)) * 2:
-        for _ in range(20):
+        for _ in range(40):
             costs.observe(2, shape, seconds)
     assert costs.times(2, WIDTH, np.array([8.0, 16.0])) * 1e3 == pytest.approx([5, 9.5], abs=0.05)
     assert list(costs.doubts(2, four) > 0.01) == [True, False, False, True]

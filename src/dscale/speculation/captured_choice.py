@@ -7,7 +7,7 @@ The choice stays until another promises visibly more. Two kinds of looks at othe
   narrow ones, tells what the others' drafts are worth.
 - The time of a size that does not run is a belief. The rival that would be fastest were its time as far below it as may
   well be runs now and then, often at first, until its time is known well enough (`doubts` of costs.py): a row of steps,
-  since the first of them run at the clocks of the choice, and given up as soon as there is no hope left.
+  since the first of them run at the clocks of the choice (step_times.py), given up as soon as there is no hope left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOKS = (16, 128)  # steps between looks: at least, at most
 DOUBT = 2.0  # standard deviations by which a rival may well be faster than believed
 KNOWN = 0.01  # doubt from which looks at a rival are rarer
 RIVAL_EVERY = 4, 16  # steps between looks at rivals, at least: at one in doubt, at one that is known
-RIVAL_RUN = 28  # steps of a look at a rival: half of them at its own clocks (step_times.py)
+RIVAL_RUN = 28  # steps of a look at a rival: by half of them its clocks are on
 RIVAL_SHARE = 0.001  # of the time that these may cost
 RIVAL_CREDIT = (1.0, 3.0)  # steps' worth of them to begin with, and to save up at most
 

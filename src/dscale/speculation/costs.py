@@ -126,7 +126,8 @@ class ReplayCosts(Costs):
             replays = tuple(self.replay(live, shape) for shape in shapes)
             if replays not in self._known:
                 shared = None if self._latest is None else self._latest.shared
-                self._known[replays] = StepTimes(np.array(replays), shared)
+                slots = np.array([shape.share for shape in shapes])
+                self._known[replays] = StepTimes(np.array(replays), slots, shared)
             self._sizes[live] = self._known[replays], [(shape.width, shape.share) for shape in shapes]
         return self._sizes[live]
 

@@ -1,15 +1,18 @@
 """What captured steps of several sizes take in earnest, learned from their replays and from the steps that ran.
 
-    t(s) = replay(s) + unit · (shared + own(s) [+ visit(s)]) + noise        unit: mean of the replays, seconds
+    t(s) = replay(s) · (1 + pull · lag(s)) + unit · (shared + spell + own(s)) + noise     unit: mean replay, seconds
 
 `shared` is what all sizes take beyond their replays (longer contexts, sampling), and wanders; `own` sets one size
 apart. A size that ran a lot tells nothing of the others but by what they share, so their covariance is kept (a Kalman
 filter): the first size that runs shifts all, and each further one is told apart by the first few of its own steps.
 
-`visit` is there in a step among others of another size. Where the chip is short of power, clocks follow the load with a
-delay: a single step of 8 slots among steps of 12 runs at their clocks and takes longer than one among its like, one of
-12 among steps of 8 is as much too fast, and whatever runs looks better than what does not. So visits, however many,
-tell no more of a size than to VISIT; only a row of its steps does.
+Two things make what runs look other than it is. A `spell` lasts a few steps (after a prefill, say), so twenty steps in
+a row tell less than twenty at random: on an H200 times are off by 1.3%, four fifths of it still there a step later.
+And `pull` is of the clocks. Where the chip is short of power they follow the load with a delay: a step of 8 slots among
+steps of 12 runs at their clocks and takes longer than one among its like, one of 12 among steps of 8 is too fast, by 3%
+at 16 requests of 8B, and after some 16 of its like no longer (benchmarks/gpu_clocks.py). lag(s) = warmth - load(s),
+load the logarithm of the rows verified a request (where nothing is drafted: of the fewest), warmth its mean over the
+last steps. In the long run a size takes its time without spell and lag.
 """
 
 from __future__ import annotations
@@ -22,39 +25,49 @@ Numbers = NDArray[np.floating]
 # Standard deviations, as shares of `unit`
 SHARED, SHARED_NEAR = 0.3, 0.05  # of `shared` beforehand; the same where it is known of other numbers of requests
 OWN = 0.05  # of `own` beforehand
-VISIT = 0.02  # of `visit` beforehand, and again whenever another size has settled
-NOISE = 0.01  # of one step
+NOISE = 0.006  # of one step
+LAGGED = 0.025  # the same by lag: clocks do not follow quite as is said here
+SPELL, LASTS = 0.0125, 0.8  # of `spell`, and its share that is left one step later
 WANDER = 0.001  # of `shared` from step to step
 MOVED = 0.03  # of `shared` for a change of the requests by as much as their number
 AGING = 0.0003  # of `own` from step to step: what was seen long ago is less certain
+PULL = 0.055, 0.02  # beforehand: its mean, and its standard deviation; 0 to 0.08 on H200s
 LEAST = 0.2  # of its replay: less no size is believed to take, whatever the others taught
 SURPRISE = 0.02  # miss from which a step may be a hiccup: half of what is beyond counts as noise of its own
 INERTIA = 8  # steps over which the clocks forget
-SETTLED = 0.8  # share of a size in what they remember from which the clocks are its own: 13 steps in a row
+
+# Places in what is estimated; `own` follows, by size
+_SHARED, _SPELL, _PULL, _FIRST = range(4)
 
 
 class StepTimes:
-    """Seconds by size, for one set of captured steps. replays: timed seconds [S]; shared: a first guess of it."""
+    """Seconds by size, for one set of captured steps. replays: timed seconds [S]; slots: rows verified a request [S];
+    shared: a first guess of it."""
 
-    def __init__(self, replays: Numbers, shared: float | None = None) -> None:
+    def __init__(self, replays: Numbers, slots: Numbers, shared: float | None = None) -> None:
         self.replays, self.unit = replays, float(replays.mean())
+        self.loads = np.log(np.maximum(slots, slots[slots > 1].min(initial=np.max(slots))))
         sizes = len(replays)
-        self._mean = np.zeros(1 + 2 * sizes)  # shared, own by size, visit by size
-        self._mean[0] = shared or 0.0
-        self._spread = np.diag([SHARED if shared is None else SHARED_NEAR, *[OWN] * sizes, *[VISIT] * sizes]) ** 2
-        self._own, self._visits = slice(1, 1 + sizes), slice(1 + sizes, None)
+        self._mean = np.array([shared or 0.0, 0.0, PULL[0], *[0.0] * sizes])
+        self._spread = np.diag([SHARED if shared is None else SHARED_NEAR, SPELL, PULL[1], *[OWN] * sizes]) ** 2
+        self._own = slice(_FIRST, _FIRST + sizes)
         self._live = 0
-        self._ran = np.zeros(sizes)  # share of each size in what the clocks remember
-        self._settled = -1  # whose clocks are on
+        self._warmth: float | None = None  # the load of the steps before, the latest most
 
     @property
     def shared(self) -> float:
         """What all sizes take beyond their replays, as a share of `unit`."""
-        return float(self._mean[0])
+        return float(self._mean[_SHARED])
+
+    @property
+    def pull(self) -> float:
+        """By which share a step takes longer for each e-fold of rows that the steps before it had more than it."""
+        return float(self._mean[_PULL])
 
     def seconds(self) -> Numbers:
         """Expected seconds [S] of a step among its like."""
-        return np.maximum(self.replays + self.unit * (self._mean[0] + self._mean[self._own]), LEAST * self.replays)
+        beyond = self.unit * (self._mean[_SHARED] + self._mean[self._own])
+        return np.maximum(self.replays + beyond, LEAST * self.replays)
 
     def doubts(self, size: int) -> Numbers:
         """Standard deviation [S] of each size's time against that of `size`, as a share of the former."""
@@ -65,34 +78,34 @@ class StepTimes:
     def observe(self, live: int, size: int, seconds: float) -> None:
         """A step of this size, with `live` requests, took so long."""
         self._age(live)
-        parts = [0, 1 + size] if self._settle(size) else [0, 1 + size, 1 + len(self.replays) + size]
-        reach = self._spread[parts].sum(0)
-        believed = reach[parts].sum() + NOISE**2
-        miss = seconds / self.unit - self.replays[size] / self.unit - self._mean[parts].sum()
+        lag, replay = self._lag(size), float(self.replays[size]) / self.unit
+        parts = [_SHARED, _SPELL, _PULL, _FIRST + size]
+        weights = np.array([1.0, 1.0, lag * replay, 1.0])
+        reach = weights @ self._spread[parts]
+        believed = weights @ reach[parts] + NOISE**2 + (LAGGED * lag) ** 2
+        miss = seconds / self.unit - replay - weights @ self._mean[parts]
         beyond = max(abs(miss) - SURPRISE, 0.0) / 2
         gain = reach / (believed + beyond**2)
         self._mean += gain * miss
         self._spread -= np.outer(gain, reach)
-        self._spread[0, 0] += min(beyond, 1.0) ** 2  # no hiccup if the next step is as slow: then all have become so
+        # no hiccup if the next step is as slow: then all have become so
+        self._spread[_SHARED, _SHARED] += min(beyond, 1.0) ** 2
 
-    def _settle(self, size: int) -> bool:
-        """Whether the clocks are those of this size by now."""
-        self._ran *= 1 - 1 / INERTIA
-        self._ran[size] += 1 / INERTIA
-        if self._ran[size] < SETTLED:
-            return False
-        if self._settled != size:
-            self._settled = size
-            visits = self._visits
-            self._mean[visits] = 0.0
-            self._spread[visits], self._spread[:, visits] = 0.0, 0.0
-            self._spread[visits, visits] = np.diag([VISIT**2] * len(self.replays))
-        return True
+    def _lag(self, size: int) -> float:
+        """By how much the steps before were larger, as the logarithm of their rows; this one counts from now on."""
+        load = float(self.loads[size])
+        lag = 0.0 if self._warmth is None else self._warmth - load
+        self._warmth = load + lag * (1 - 1 / INERTIA)
+        return lag
 
     def _age(self, live: int) -> None:
         moved = MOVED * abs(live - self._live) / max(live, self._live) if self._live else 0.0
         self._live = live
-        self._spread[0, 0] = min(self._spread[0, 0] + WANDER**2 + moved**2, max(self._spread[0, 0], SHARED**2))
-        own = self._spread.diagonal()[self._own]
-        places = 1 + np.flatnonzero(own < OWN**2)
-        self._spread[places, places] += AGING**2
+        spread, diagonal = self._spread, np.einsum("ii->i", self._spread)  # a view
+        self._mean[_SPELL] *= LASTS
+        spread[_SPELL] *= LASTS
+        spread[:, _SPELL] *= LASTS
+        diagonal[_SPELL] += (1 - LASTS**2) * SPELL**2
+        diagonal[_SHARED] = min(diagonal[_SHARED] + WANDER**2 + moved**2, max(diagonal[_SHARED], SHARED**2))
+        own = diagonal[self._own]
+        own[own < OWN**2] += AGING**2
