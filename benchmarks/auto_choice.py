@@ -2,6 +2,7 @@
 
     python benchmarks/auto_choice.py --out record.json                           448 cases of 2,000 steps, minutes
     python benchmarks/auto_choice.py --concurrency 28 --errors 0.1 --steps 500
+    python benchmarks/auto_choice.py --pull 0 --steps 1000                                  clocks that do not lag
 
 A closed loop of the policy as it is built for a GPU. Times of a step are those of an H200 (medians of recorded runs,
 sizes between them interpolated by eye) with what a log of steps showed there (docs/log.md): noise, spells of some
@@ -111,12 +112,14 @@ def long_run(lanes: int, slots: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One loop. errors: by which share the replay of each budget is too slow."""
+    """One loop. errors: by which share the replay of each budget is too slow; pull, inertia: of the clocks."""
 
     model: str
     lanes: int
     errors: tuple[float, ...]
     seed: int
+    pull: float = PULL
+    inertia: float = INERTIA
 
     def times(self) -> dict[int, float]:
         """Seconds of a step by slots, 1: nothing is drafted."""
@@ -145,8 +148,8 @@ class Case:
             verified, accepted, scores = requests.step(slots[-1])
             spell = LASTS * spell + np.sqrt(1 - LASTS**2) * SPELL * rng.standard_normal()
             load = float(np.log(slots[-1]))
-            heat = load if heat is None else heat + (load - heat) / INERTIA
-            slow = 1 + spell + PULL * (heat - load) + NOISE * rng.standard_normal()
+            heat = load if heat is None else heat + (load - heat) / self.inertia
+            slow = 1 + spell + self.pull * (heat - load) + NOISE * rng.standard_normal()
             slow *= 3.0 if number == 0 else 1 + rng.random() * (rng.random() < HICCUPS)
             known = torch.from_numpy(scores) if shape.scored and shape.width > 1 else None
             draft = Draft(torch.zeros(len(verified), shape.width - 1, dtype=torch.int64), known)
@@ -173,6 +176,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--concurrency", default="8,12,16,20,24,28,32", help="of these")
     parser.add_argument("--errors", type=float, default=0.05, help="of the replay of each budget, up or down")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pull", type=float, default=PULL, help="of the clocks, by the logarithm of verified rows")
+    parser.add_argument("--inertia", type=float, default=INERTIA, help="steps over which they forget")
     parser.add_argument("--out", type=Path, default=None, help="JSON record with every case")
     args = parser.parse_args(given)
     torch.set_num_threads(1)
@@ -184,8 +189,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     )
     for model, lanes in product(args.models.split(","), map(int, args.concurrency.split(","))):
         signs = product((-args.errors, args.errors), repeat=len(BUDGETS))
-        some = sorted((Case(model, lanes, errors, seed).run(args.steps) for seed, errors in enumerate(signs)),
-                      key=lambda row: row["over_8_and_16"])  # fmt: skip
+        cases = [Case(model, lanes, errors, seed, args.pull, args.inertia) for seed, errors in enumerate(signs)]
+        some = sorted((case.run(args.steps) for case in cases), key=lambda row: row["over_8_and_16"])
         worst, median = some[0], some[len(some) // 2]["over_8_and_16"]
         errors = ", ".join(f"{one:+g}" for one in worst["errors"])
         print(f"| {model} | {lanes} | {worst['over_8_and_16']:.4f} | {median:.4f} | {errors} |", flush=True)
