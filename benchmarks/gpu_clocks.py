@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import gpu_throughput
+from gpu_step_tables import clocks
 from gpu_throughput import Arm, Loop
 
 from dscale import LLM
@@ -137,23 +138,6 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def table(cells: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        "| c | slots | in a row, ms | alone, ms | alone over row | after 0, 1, 2, 4, 8, 16, more |",
-        "| --- " * 6 + "|",
-    ]
-    for cell in cells:
-        for size in map(str, cell["sizes"]):
-            one = cell[size]
-            shown = [
-                f"{value:.3f}" if value else "–" for value in (one["row_ms"], one["alone_ms"], one["alone_over_row"])
-            ]
-            after = " ".join(f"{value:.3f}" if value else "–" for value in one["after"])
-            lines.append(f"| {cell['concurrency']} | {size} | {' | '.join(shown)} | {after} |")
-    return "\n".join(lines)
-
-
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, write the record, print the table; returns the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,7 +160,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         gpu_throughput.release()
         if args.out is not None:
             args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record["cells"]))
+    print(*clocks(record["cells"]), sep="\n\n")
     return record
 
 

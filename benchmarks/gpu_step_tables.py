@@ -1,4 +1,4 @@
-"""Markdown tables of records of steps and attention on a GPU, which tables.py prints."""
+"""Markdown tables of records of steps, clocks and attention on a GPU, which tables.py prints."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ COLUMNS = {  # of a step's breakdown, with the kernel groups of gpu_step.py in e
     "accept": ("accept",),
 }
 WAYS = {"packed": "packed", "narrow": "16-row tiles", "wide": "128-row tiles", "deterministic": "packed, deterministic"}
+AFTER = ("0", "1", "2", "3–4", "5–8", "9–16", "more")  # gpu_clocks.PLACES: of its like before a step of a row
 ASKED = {(8, 1024): "2.5×", (32, 1024): "1.8×", (32, 4096): "1.5×"}  # of packed attention, by requests and context
 
 
@@ -37,16 +38,52 @@ def step_tables(records: Sequence[Record], ratios: Ratios) -> list[str]:
             groups.get("matrix products", 0),
             groups.get("attention", 0),
         ]
-        shown.append([*told, f"{one['rows']:.0f}", *[f"{value:.2f}" for value in figures], *shares])
+        gaps = NONE if one.get("gap_share") is None else f"{100 * one['gap_share']:.1f}%"  # first records have none
+        shown.append([*told, f"{one['rows']:.0f}", *[f"{value:.2f}" for value in figures], *shares, gaps])
         split = [sum(groups.get(name, 0.0) for name in names) for names in COLUMNS.values()]
         split += [sum(groups.values()) - sum(split), step - sum(groups.values())]
         parts.append([*told, f"{step:.2f}", *[f"{value:.3f}" for value in split]])
     head = ["c", "arm", "rows", "step, ms", "floor, ms", "times floor", "products", "attention"]
-    made = [title(records), grid([*head, "predictor, allocation, packing", "idle"], shown)]
+    made = [title(records), grid([*head, "predictor, allocation, packing", "idle", "gaps"], shown)]
     about = "ms of a step by kernel group (idle below zero: kernels overlap)"
     made.append(f"{about}\n\n" + grid(["c", "arm", "step", *COLUMNS, "copies, other", "idle"], parts))
     left = [line for record in records for line in record.content["skipped"]]
     return [*made, *(["\n".join(left)] if left else [])]
+
+
+def clock_tables(records: Sequence[Record], ratios: Ratios) -> list[str]:
+    """gpu_clocks.py: steps of a size in rows, alone among the other size, and by how many of their like came before."""
+    del ratios
+    return [part for record in records for part in (title([record]), *clocks(record.content["cells"]))]
+
+
+def clocks(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Each size beside itself in its row, and the two sizes beside each other."""
+    cells = sorted(cells, key=lambda cell: cell["concurrency"])
+    sizes = [[cell["concurrency"], size, *_clock(cell[str(size)])] for cell in cells for size in cell["sizes"]]
+    head = ["c", "slots", "in a row, ms", "alone, ms", "alone over row", *[f"after {places}" for places in AFTER]]
+    about = "times of the larger size over those of the smaller; closer: in rows over alone"
+    pairs = grid(["c", "slots", "in rows", "alone", "closer"], map(_beside, cells))
+    return [grid(head, sizes), f"{about}\n\n{pairs}"]
+
+
+def _clock(one: dict[str, Any]) -> list[str]:
+    return [*[_three(one[key]) for key in ("row_ms", "alone_ms", "alone_over_row")], *map(_three, one["after"])]
+
+
+def _beside(cell: dict[str, Any]) -> list[object]:
+    small, large = (cell[str(size)] for size in cell["sizes"])
+    rows, alone = (_over(large[key], small[key]) for key in ("row_ms", "alone_ms"))
+    closer = NONE if rows is None or alone is None else f"{100 * (rows / alone - 1):.1f}%"
+    return [cell["concurrency"], "{1} over {0}".format(*cell["sizes"]), _three(rows), _three(alone), closer]
+
+
+def _three(value: float | None) -> str:
+    return NONE if value is None else f"{value:.3f}"
+
+
+def _over(value: float | None, base: float | None) -> float | None:
+    return value / base if value and base else None
 
 
 def attention_tables(records: Sequence[Record], ratios: Ratios) -> list[str]:

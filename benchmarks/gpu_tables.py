@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_step_tables import attention_tables, step_tables
-from markdown_tables import NONE, BadRecord, Ratios, Record, bold_best, grid, title
+from gpu_step_tables import attention_tables, clock_tables, step_tables
+from markdown_tables import NONE, BadRecord, Ratios, Record, bold_best, grid, times, title
 from paired_ratios import interval, paired
 
 THROUGHPUT, STEP, SGLANG = "dscale.gpu_throughput/1", "dscale.gpu_step/1", "dscale.sglang_h200/1"
+CLOCKS = "dscale.gpu_clocks/1"
 REAL, TENSOR_PARALLEL, ATTENTION = "dscale.gpu_real/1", "dscale.gpu_tp/1", "dscale.gpu_attention/1"
 
 
@@ -180,7 +181,7 @@ def tensor_parallel_tables(records: Sequence[Record], ratios: Ratios) -> list[st
     least, *others = by_ranks
     for ranks in others:
         names = list(dict.fromkeys(name for arms in by_ranks[least].values() for name in arms))
-        lines = [[c, *[_times(rate(by_ranks[ranks].get(c, {}).get(name)), rate(arms.get(name))) for name in names]]
+        lines = [[c, *[times(rate(by_ranks[ranks].get(c, {}).get(name)), rate(arms.get(name))) for name in names]]
                  for c, arms in sorted(by_ranks[least].items())]  # fmt: skip
         made.append(f"{ranks} ranks over {least}\n\n" + grid(["c", *names], lines))
     return made
@@ -193,10 +194,6 @@ def _texts(one: dict[str, Any]) -> list[object]:
     at = one.get("first_difference")
     where = NONE if at is None else f"text {at[0]}, token {at[1]}"
     return [*told, f"{one['different']} of {one['texts']}", where, one["steps_compared"]]
-
-
-def _times(value: float | None, base: float | None) -> str:
-    return NONE if value is None or not base else f"{value / base:.2f}×"
 
 
 def real_tables(records: Sequence[Record], ratios: Ratios) -> list[str]:
@@ -309,13 +306,14 @@ def ratio_table(lines: Sequence[Line], ratios: Ratios) -> list[str]:
     for base in [known[name] for name in ratios.over if name in known]:
         for arm in [known[name] for name in (ratios.of or known) if name in known and name != base.name]:
             pairs = [(arm.cells.get(c, (None,))[0], base.cells.get(c, (None,))[0]) for c in counts]
-            rows.append([f"{arm.name} over {base.name}", *[_times(*pair) for pair in pairs]])
+            rows.append([f"{arm.name} over {base.name}", *[times(*pair) for pair in pairs]])
     return [grid(["ratio of medians", *[f"c = {c}" for c in counts]], rows)] if rows else []
 
 
-TABLES: dict[str, Callable[[Sequence[Record], Ratios], list[str]]] = {
+GPU_TABLES: dict[str, Callable[[Sequence[Record], Ratios], list[str]]] = {
     THROUGHPUT: throughput_tables,
     STEP: step_tables,
+    CLOCKS: clock_tables,
     SGLANG: sglang_tables,
     REAL: real_tables,
     TENSOR_PARALLEL: tensor_parallel_tables,

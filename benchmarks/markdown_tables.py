@@ -48,6 +48,11 @@ def bold_best(values: Sequence[float | None], texts: Sequence[str]) -> list[str]
     ]
 
 
+def times(value: float | None, base: float | None) -> str:
+    """A ratio, or nothing where one of the two is missing."""
+    return NONE if value is None or not base else f"{value / base:.2f}×"
+
+
 def title(records: Sequence[Record], *more: str) -> str:
     """The files and what they have in common."""
     content = records[0].content

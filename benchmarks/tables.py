@@ -2,12 +2,14 @@
 
     python benchmarks/tables.py benchmarks/records/cpu_speed.json
     python benchmarks/tables.py benchmarks/records/gpu_throughput_8b.json benchmarks/records/gpu_step_8b.json
+    python benchmarks/tables.py benchmarks/records/gpu_http_*_greedy.json --join --over off
     python benchmarks/tables.py SGLANG.json OURS.json --join --over dflash+fa3 --of dscale+fa3 --of "ours, auto"
 
-Records are known by their schema: cpu_speed, gpu_throughput, gpu_step, gpu_tp, gpu_real (parts c and d), gpu_attention,
-sglang_h200. Each has tables of its own. With --join, records of one schema share tables: their models and prompts must
-be the same, an arm measured twice at one concurrency is shown from the first file, ratios stay those of each call, and
-throughput records stand beside SGLang's arms as "ours, ARM". --over and --of add ratios of medians by arms' names.
+Records are known by their schema: cpu_speed, gpu_throughput, gpu_step, gpu_clocks, gpu_tp, gpu_real (parts c and d),
+gpu_attention, sglang_h200, and those of `dscale bench`. Each has tables of its own. With --join, records of one schema
+share tables: their models and prompts must be the same, an arm measured twice at one concurrency is shown from the
+first file, ratios stay those of each call, and throughput records stand beside SGLang's arms as "ours, ARM". --over and
+--of add ratios of medians by arms' names.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_tables import ATTENTION, SGLANG, TABLES, THROUGHPUT
+from bench_tables import BENCH, bench_tables
+from gpu_tables import ATTENTION, GPU_TABLES, SGLANG, THROUGHPUT
 from markdown_tables import BadRecord, Ratios, Record, row
 
 CPU_SPEED = "dscale.cpu_speed/1"
@@ -74,6 +77,9 @@ def cpu_tables(records: Sequence[Record], ratios: Ratios) -> list[str]:
     return [part(record.content) for record in records for part in parts]
 
 
+TABLES = {CPU_SPEED: cpu_tables, BENCH: bench_tables, **GPU_TABLES}
+
+
 def read(path: str) -> Record:
     """A record of a known schema; BadRecord where it is none."""
     try:
@@ -82,13 +88,18 @@ def read(path: str) -> Record:
         raise BadRecord(f"{path}: {problem.strerror or problem}; give a record of benchmarks/records") from None
     except ValueError as problem:
         raise BadRecord(f"{path}: not JSON: {str(problem).splitlines()[0]}") from None
-    if isinstance(content, dict) and "schema" not in content and {"working_set", "times"} <= content.keys():
-        content["schema"] = ATTENTION  # its first records do not say so
-    schema = content.get("schema") if isinstance(content, dict) else None
-    known = [CPU_SPEED, *TABLES]
-    if schema not in known:
-        raise BadRecord(f"{path}: schema {schema!r} has no table; known are {', '.join(known)}")
-    return Record(Path(path).name, content)
+    schema = schema_of(content) if isinstance(content, dict) else None
+    if schema not in list(TABLES):
+        raise BadRecord(f"{path}: schema {schema!r} has no table; known are {', '.join(TABLES)}")
+    return Record(Path(path).name, {**content, "schema": schema})
+
+
+def schema_of(content: dict[str, Any]) -> Any:
+    """What a record says it is, in one spelling."""
+    if "schema" not in content and {"working_set", "times"} <= content.keys():
+        return ATTENTION  # its first records do not say so
+    schema = content.get("schema")
+    return f"dscale.{content['kind']}/{schema}" if "kind" in content else schema  # of a command of dscale
 
 
 def grouped(records: Sequence[Record], join: bool) -> list[list[Record]]:
@@ -107,7 +118,7 @@ def shown(group: Sequence[Record], ratios: Ratios) -> list[str]:
     """The tables of a group."""
     schema = group[0].content["schema"]
     try:
-        return cpu_tables(group, ratios) if schema == CPU_SPEED else TABLES[schema](group, ratios)
+        return TABLES[schema](group, ratios)
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as problem:
         if isinstance(problem, BadRecord):
             raise
@@ -120,10 +131,10 @@ def arms_of(group: Sequence[Record]) -> set[str]:
     names: set[str] = set()
     beside = group[0].content["schema"] == SGLANG
     for content in [record.content for record in group]:
-        if content["schema"] == SGLANG:
+        if content["schema"] in (SGLANG, BENCH):
             names |= {arm["name"] for arm in content["arms"]}
         parts = [content, content.get("c"), content.get("d")]
-        arms = {name for part in parts if part for cell in part.get("cells", []) for name in cell["arms"]}
+        arms = {name for part in parts if part for cell in part.get("cells", []) for name in cell.get("arms", ())}
         names |= {f"ours, {name}" for name in arms} if beside else arms
     return names
 
@@ -136,7 +147,7 @@ def check_arms(groups: Sequence[Sequence[Record]], ratios: Ratios) -> None:
     all_arms = set().union(*known)
     for name in [*ratios.over, *ratios.of]:
         if name not in all_arms:
-            raise BadRecord(f"--over, --of: no arm {name!r} here; there are: {'; '.join(sorted(all_arms))}")
+            raise BadRecord(f"--over, --of: no arm {name!r} here; there are: {'; '.join(sorted(all_arms)) or 'none'}")
     if ratios.of and not any(arms & set(ratios.over) and arms & set(ratios.of) for arms in known):
         raise BadRecord("--over, --of: these arms are in no table together; --join makes one of several records")
 

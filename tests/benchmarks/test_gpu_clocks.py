@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_clocks
+import gpu_step_tables
 from gpu_clocks import Step
 
 
@@ -47,6 +48,7 @@ def test_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert cell[size]["row_ms"] > 0
         assert cell[size]["alone_ms"] > 0
     assert "| 2 | 8 |" in capsys.readouterr().out
+    assert len(gpu_clocks.PLACES) == len(gpu_step_tables.AFTER)
 
 
 def test_sizes_are_two(capsys: pytest.CaptureFixture[str]) -> None:

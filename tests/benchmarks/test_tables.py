@@ -122,15 +122,95 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
               "vocabulary": 0.05, "predict": 0.02, "allocate": 0.01, "pack": 0.005, "accept": 0.003, "copies": 0.03,
               "simulation": 0.002, "quantise": 0.2, "other": 0.04}  # fmt: skip
     row = {"concurrency": 8, "name": "dvl@8", "rows": 64.2, "interval_ms": 7.0, "floor_ms": 5.0, "times_floor": 1.4,
-           "groups_ms": groups, "decide_share": 0.0051, "idle_share": 0.0236}  # fmt: skip
-    overlapped = {**row, "name": "full", "interval_ms": 6.8, "concurrency": 4}
+           "groups_ms": groups, "decide_share": 0.0051, "idle_share": 0.0236, "gap_share": 0.0388}  # fmt: skip
+    overlapped = {**row, "gap_share": None, "name": "full", "interval_ms": 6.8, "concurrency": 4}
     record = {"schema": "dscale.gpu_step/1", "model": "m", "device": "GPU", "rows": [row, overlapped], "skipped": ["x"]}
     lines = printed(capsys, *write(tmp_path, step=record)).splitlines()
-    assert "| 8 | dvl@8 | 64 | 7.00 | 5.00 | 1.40 | 5.00 | 1.00 | 0.5% | 2.4% |" in lines
+    assert "| 8 | dvl@8 | 64 | 7.00 | 5.00 | 1.40 | 5.00 | 1.00 | 0.5% | 2.4% | 3.9% |" in lines
+    assert "| 4 | full | 64 | 6.80 | 5.00 | 1.40 | 5.00 | 1.00 | 0.5% | 2.4% | – |" in lines
     kernels = "5.000 | 1.000 | 0.250 | 0.125 | 0.100 | 0.050 | 0.035 | 0.003 | 0.272"
     assert f"| 8 | dvl@8 | 7.00 | {kernels} | 0.165 |" in lines
     assert f"| 4 | full | 6.80 | {kernels} | -0.035 |" in lines
     assert lines[-1] == "x"
+
+
+def test_clocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """12 slots take 1.25 of 8 in rows and 1.2 alone among the other: 4.2% closer."""
+    eight = {"row_ms": 8.0, "alone_ms": 8.2, "alone_over_row": 1.025, "after": [1.02, 1.01, 1.0, 1.0, 1.0, 1.0, 0.99]}
+    twelve = {"row_ms": 10.0, "alone_ms": 9.84, "alone_over_row": 0.984, "after": [0.98, *[1.0] * 5, None]}
+    none = {"row_ms": 1.0, "alone_ms": None, "alone_over_row": None, "after": [None] * 7}
+    cells = [
+        {"concurrency": 28, "sizes": [8, 12], "8": none, "12": twelve},
+        {"concurrency": 16, "sizes": [8, 12], "8": eight, "12": twelve},
+    ]
+    record = {"schema": "dscale.gpu_clocks/1", "model": "random:m", "device": "GPU", "note": "s", "cells": cells}
+    lines = printed(capsys, *write(tmp_path, clocks=record)).splitlines()
+    assert lines[0] == "clocks.json: random:m, GPU, s"
+    assert "| 16 | 8 | 8.000 | 8.200 | 1.025 | 1.020 | 1.010 | 1.000 | 1.000 | 1.000 | 1.000 | 0.990 |" in lines
+    assert "| 16 | 12 | 10.000 | 9.840 | 0.984 | 0.980 | 1.000 | 1.000 | 1.000 | 1.000 | 1.000 | – |" in lines
+    assert lines[-2:] == ["| 16 | 12 over 8 | 1.250 | 1.200 | 4.2% |", "| 28 | 12 over 8 | 10.000 | – | – |"]
+    assert tables.main([str(tmp_path / "clocks.json"), "--over", "8"]) == 2
+    assert "no arm '8' here; there are: none" in capsys.readouterr().err
+
+
+def bench(arm: str, runs: dict[int, tuple[float, list[tuple[float, float, int]]]], **fields: Any) -> dict[str, Any]:
+    """runs: by concurrency, the window and (sent, first token, tokens) of each request."""
+    counters, row = {"steps": 10, "request_steps": 25}, ["row", None]
+    made = [
+        {"arm": arm, "concurrency": c, "rate": None, "window_s": window, "counters": counters, "client_busy": 0.125,
+         "rows": [[*one, *row] for one in rows]} for c, (window, rows) in runs.items()
+    ]  # fmt: skip
+    manifest = {"name": "gsm8k", "max_tokens": 20, "temperature": 0.0} | fields
+    fields = {"row_fields": ["sent_s", "first_token_s", "output_tokens", "id", "error"], "notes": ["n"]}
+    head = {"kind": "bench", "schema": 1, "machine": {"gpu": "GPU"}, "simulated": False, "manifest": manifest}
+    return {**head, **fields, "arms": [{"name": arm}], "runs": made}
+
+
+OFF = bench("off", {8: (4.0, [(0.0, 0.5, 20), (1.0, 1.25, 12), (2.0, 2.125, 8)]), 2: (5.0, [(0.0, 1.0, 20)])})
+AUTO = bench("auto", {8: (2.0, [(0.0, 0.5, 20), (1.0, 2.25, 40)])})
+
+
+def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hot = bench("auto", {8: (6.0, [(0.0, 0.5, 90)])}, temperature=1.0)
+    files = write(tmp_path, off=OFF, auto=AUTO, hot=hot)
+    lines = printed(capsys, *files, "--join", "--over", "off").splitlines()
+    assert lines[0] == "off.json, auto.json, hot.json: GPU, gsm8k, answers of up to 20 tokens"
+    assert "| temperature | c | off | auto | auto over off |" in lines
+    assert {"| 0 | 2 | 4 | – | – |", "| 0 | 8 | 10 | **30** | 3.00× |", "| 1 | 8 | – | 15 | – |"} <= set(lines)
+    assert "| 0 | 8 | off | 1 | 3 | 13 | 0.8 | 0.250 | 2.5 | 4.0 | 0.12 |" in lines
+    assert "| 0 | 8 | auto | 1 | 2 | 30 | 1.0 | 0.875 | 2.5 | 2.0 | 0.12 |" in lines
+    order = [line[:7] for line in lines if line.startswith(("| 0 ", "| 1 "))]
+    assert order == ["| 0 | 2", "| 0 | 8", "| 1 | 8", "| 0 | 2", "| 0 | 8", "| 0 | 8", "| 1 | 8"]
+    assert lines[-3:] == ["n", "n", "n"]
+
+
+def test_bench_runs_of_one_record_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two boots, 40 tokens in 4 s and in 1 s: 80 tokens in 5 s. An open loop has a line of its own."""
+    boots = [OFF["runs"][0], {**OFF["runs"][0], "window_s": 1.0, "counters": {}, "client_busy": None}]
+    twice = {**OFF, "runs": [*boots, {**boots[0], "rate": 2.5}]}
+    files = write(tmp_path, twice=twice, off=OFF)
+    lines = printed(capsys, *files, "--join").splitlines()
+    assert {"| 0 | 8 | 16 |", "| 0 | 8, 2.5 requests/s | 10 |", "| 0 | 2 | 4 |"} <= set(lines)
+    assert "| 0 | 8 | off | 2 | 6 | 13 | 1.2 | 0.250 | 2.5 | 2.5 | 0.12 |" in lines
+    assert "c = 8, temperature 0, off: 10 in off.json, not shown" in lines
+
+
+def test_bench_records_that_have_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = json.loads(json.dumps(OFF))
+    failed["runs"][0]["rows"][1][-1] = "503"
+    other = {**AUTO, "machine": {"processor": "CPU"}}
+    longer = bench("auto", {8: (2.0, [(0.0, 0.5, 20)])}, max_tokens=40)
+    files = write(tmp_path, failed=failed, off=OFF, other=other, longer=longer, new={**OFF, "schema": 2})
+    for given, told in (
+        (files[:1], "failed.json: off: 1 requests failed, so there is no throughput"),
+        ([*files[1:3], "--join"], "machine must be the same: off.json has GPU, other.json has CPU"),
+        ([files[1], files[3], "--join"], "max_tokens must be the same: off.json has 20, longer.json has 40"),
+        (files[4:], "schema 'dscale.bench/2' has no table"),
+    ):
+        assert tables.main(given) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert told in err
 
 
 def test_sglang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +323,9 @@ def test_cpu_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("gpu_throughput_8b", "| c | arm | tokens/s | best of full, dvl@8 | auto over best |"),
         ("gpu_step_8b", "| c | arm | rows | step, ms | floor, ms | times floor |"),
         ("gpu_beside_sglang", "| tokens/s (ms from step to step) | c = 8 |"),
+        ("gpu_clocks_8b", "| c | slots | in a row, ms | alone, ms | alone over row | after 0 |"),
+        ("gpu_http_auto_greedy", "| temperature | c | arm | runs | requests | tokens an answer | requests/s |"),
+        ("peers_cpu", "| temperature | c | transformers | transformers, prompt lookup | vllm |"),
         ("gpu_real", "| deterministic over ordinary | c = "),
         ("gpu_attention", "| requests, context | packed | 16-row tiles | 128-row tiles | packed, deterministic |"),
     ],
@@ -256,7 +339,7 @@ def test_the_projects_own_records(name: str, line: str, capsys: pytest.CaptureFi
     [
         (None, [], "No such file"),
         ("{1", [], "not JSON"),
-        ("[]", [], "schema None has no table; known are dscale.cpu_speed/1, dscale.gpu_throughput/1"),
+        ("[]", [], "schema None has no table; known are dscale.cpu_speed/1, dscale.bench/1, dscale.gpu_throughput/1"),
         ('{"schema": 1}', [], "schema 1 has no table"),
         ('{"schema": [1]}', [], "schema [1] has no table"),
         ('{"schema": "dscale.gpu_step/1", "rows": [{}]}', [], "not a whole record of dscale.gpu_step/1"),
