@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 from gpu_smoke import QUESTIONS
-from gpu_throughput import Arm, Loop, auto_over_best, compare, geometric_means, release, window
-from paired_ratios import REPETITION
+from gpu_throughput import Arm, Loop, auto_over_best, release, window
+from paired_ratios import REPETITION, compare, geometric_means, turns
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -253,13 +253,12 @@ def cell(
     """All arms at one concurrency and temperature, in turns."""
     made: dict[str, Any] = {"concurrency": concurrency, "temperature": args.temperature, "skipped": [], "arms": {}}
     made["arms"] = {name: {"runs": []} for name in arms}
-    for repeat in range(args.repeats):
-        for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
-            if time.perf_counter() > deadline:
-                made["skipped"].append(f"{name}, repetition {repeat}")
-                continue
-            run = measure(arms[name], concurrency, args, prompts, repeat)
-            made["arms"][name]["runs"].append(run)
+    for repeat, name in turns(list(arms), args.repeats):
+        if time.perf_counter() > deadline:
+            made["skipped"].append(f"{name}, repetition {repeat}")
+            continue
+        run = measure(arms[name], concurrency, args, prompts, repeat)
+        made["arms"][name]["runs"].append(run)
     compare(made["arms"])
     made |= auto_over_best(made["arms"])
     shown = [f"{name} {arm['tokens_per_s']:.0f}" for name, arm in made["arms"].items() if "tokens_per_s" in arm]

@@ -30,7 +30,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from gpu_tables import best_fixed, cell_tables, rate
-from paired_ratios import REPETITION, interval, paired
+from paired_ratios import REPETITION, compare, geometric_means, interval, paired, turns
 
 import dscale
 from dscale import LLM, SamplingParams
@@ -229,41 +229,53 @@ def cell(
     args: argparse.Namespace, concurrency: int, deadline: float, make: Callable[[Arm, int], LLM]
 ) -> dict[str, Any]:
     """All arms at one concurrency, in turns. make: an arm's engine for so many requests."""
-    engines: dict[str, LLM] = {}
     arms = {arm.name: arm for arm in map(Arm.parse, args.arms.split(","))}
-    made: dict[str, Any] = {"concurrency": concurrency, "note": SIMULATED, "skipped": [], "arms": {}}
-    for arm in arms.values():
+    engines, skipped = build_all(arms.values(), concurrency, make)
+    made = {name: about(arms[name], llm) for name, llm in engines.items()}
+    for repeat, name in turns(list(engines), args.repeats):
+        if arms[name].eager and repeat >= args.eager_repeats:
+            continue
+        if time.perf_counter() > deadline:
+            skipped.append(f"{name}, repetition {repeat}: time is up")
+            continue
+        run = measure(engines[name], arms[name], repeat, concurrency, args)
+        made[name]["runs"].append(run)
+        print(progress(name, concurrency, run), file=sys.stderr, flush=True)
+    compare(made)
+    whole = {"concurrency": concurrency, "note": SIMULATED, "skipped": skipped, "arms": made, **auto_over_best(made)}
+    if torch.cuda.is_available():
+        whole["memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return whole
+
+
+def build_all(
+    arms: Iterable[Arm], concurrency: int, make: Callable[[Arm, int], LLM]
+) -> tuple[dict[str, LLM], list[str]]:
+    """Engines by the names of their arms, and a line for each that cannot be built: it leaves the others."""
+    engines: dict[str, LLM] = {}
+    skipped = []
+    for arm in arms:
         try:
             engines[arm.name] = make(arm, concurrency)
-        except (RuntimeError, ValueError) as problem:  # one arm that cannot be built leaves the others
-            made["skipped"].append(f"{arm.name}: {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
-            continue
-        graphs = getattr(engines[arm.name].engine.worker, "graphs", None)
-        made["arms"][arm.name] = {
-            **asdict(arm),
-            "graphs": None if graphs is None else asdict(graphs.counters),
-            "runs": [],
-        }
-    for repeat in range(args.repeats):
-        for name in list(engines) if repeat % 2 == 0 else list(engines)[::-1]:
-            if arms[name].eager and repeat >= args.eager_repeats:
-                continue
-            if time.perf_counter() > deadline:
-                made["skipped"].append(f"{name}, repetition {repeat}: time is up")
-                continue
-            run = measure(engines[name], arms[name], repeat, concurrency, args)
-            made["arms"][name]["runs"].append(run)
-            print(
-                f"c={concurrency} {name:12} {run['tokens_per_s']:9.1f} tokens/s {run['step_ms']:7.2f} ms a step, "
-                f"{run['mean_progress']:.2f} tokens, {run['slots_per_request']:.1f} slots, rest "
-                f"{100 * run['rest_s'] / run['seconds']:.0f}%   [{SIMULATED}]",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-    compare(made["arms"])
-    made |= auto_over_best(made["arms"])
-    if torch.cuda.is_available():
-        made["memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    return made
+        except (RuntimeError, ValueError) as problem:
+            why = next(iter(str(problem).splitlines()), "")
+            skipped.append(f"{arm.name}: {type(problem).__name__}: {why[:200]}")
+    return engines, skipped
+
+
+def about(arm: Arm, llm: LLM) -> dict[str, Any]:
+    """How the row of an arm begins."""
+    graphs = getattr(llm.engine.worker, "graphs", None)
+    return {**asdict(arm), "graphs": None if graphs is None else asdict(graphs.counters), "runs": []}
+
+
+def progress(name: str, concurrency: int, run: dict[str, Any]) -> str:
+    """A line for the terminal, as soon as a run is there."""
+    rest = 100 * run["rest_s"] / run["seconds"]
+    return (
+        f"c={concurrency} {name:12} {run['tokens_per_s']:9.1f} tokens/s {run['step_ms']:7.2f} ms a step, "
+        f"{run['mean_progress']:.2f} tokens, {run['slots_per_request']:.1f} slots, rest {rest:.0f}%   [{SIMULATED}]"
+    )
 
 
 def release() -> None:
@@ -271,19 +283,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def compare(arms: dict[str, Any]) -> None:
-    """Medians, and ratios to the base arm paired by repetition, added to each arm."""
-    base = next((name for name in ("control", "off") if name in arms), next(iter(arms), ""))
-    for arm in arms.values():
-        rates = [run["tokens_per_s"] for run in arm["runs"]]
-        if not rates:
-            continue
-        arm["tokens_per_s"] = statistics.median(rates)
-        arm["range"] = [min(rates), max(rates)]
-        if ratios := paired(arm, arms[base]):
-            arm |= {"base": base, "ratio": statistics.median(ratios), "interval": interval(ratios)}
 
 
 def auto_over_best(arms: dict[str, Any]) -> dict[str, Any]:
@@ -297,16 +296,6 @@ def auto_over_best(arms: dict[str, Any]) -> dict[str, Any]:
         found = {"best": best, "ratio": statistics.median(ratios), "interval": interval(ratios)}
         made["auto_over_best_paired"] = found
     return made
-
-
-def geometric_means(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of each arm's median ratios over the concurrencies that have it."""
-    ratios: dict[str, list[float]] = {}
-    for one in cells:
-        for name, arm in one["arms"].items():
-            if "ratio" in arm:
-                ratios.setdefault(name, []).append(arm["ratio"])
-    return {name: statistics.geometric_mean(values) for name, values in ratios.items()}
 
 
 def table(record: dict[str, Any]) -> str:
@@ -370,9 +359,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         return {"trace": str(args.export_trace)}
     deadline = time.perf_counter() + args.limit
     models = load_models(args)
-    on_gpu = models.loaded.model.embedding.is_cuda
-    dtype = str(models.loaded.model.embedding.dtype).removeprefix("torch.")
-    record = head("dscale.gpu_throughput/1", args, dtype, on_gpu)
+    embedding = models.loaded.model.embedding
+    record = head("dscale.gpu_throughput/1", args, str(embedding.dtype).removeprefix("torch."), embedding.is_cuda)
 
     def make(arm: Arm, concurrency: int) -> LLM:
         return build(arm, models, args, concurrency)

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_throughput import Arm, acceptance, add_loop_arguments, cell, geometric_means, head, release, table
+from gpu_throughput import Arm, acceptance, add_loop_arguments, cell, head, release, table
+from paired_ratios import geometric_means
 
 from dscale import LLM, SamplingParams
 from dscale.config import RankFailed

@@ -103,6 +103,26 @@ def test_time_box_is_kept(bench: ModuleType) -> None:
     assert record["geometric_mean"] == {}
 
 
+def test_an_arm_that_cannot_be_built_leaves_the_others(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = bench.build
+
+    def full_card(arm, *given):
+        if arm.policy == "full":
+            raise RuntimeError("out of memory\nat some length")
+        return build(arm, *given)
+
+    monkeypatch.setattr(bench, "build", full_card)
+    asked = [*MINIATURE, "--arms", "off,full,dvl@6", "--concurrency", "2", "--repeats", "1"]
+    (cell,) = bench.main(asked)["cells"]
+    assert list(cell["arms"]) == ["off", "dvl@6"]
+    assert [len(arm["runs"]) for arm in cell["arms"].values()] == [1, 1]
+    assert cell["skipped"] == ["full: RuntimeError: out of memory"]
+
+
+def test_arms_take_turns(bench: ModuleType) -> None:
+    assert list(bench.turns(["a", "b"], 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
 def test_trace_for_another_engine(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.safetensors"
     monkeypatch.setattr(bench, "TRACED", 3)
