@@ -170,7 +170,9 @@ def test_steps_of_the_temperature_asked_for_are_captured(monkeypatch, dscale, pa
     made, build = [], options.build_llm
     monkeypatch.setattr(options, "build_llm", lambda *given, **named: made.append(build(*given, **named)) or made[-1])
     assert dscale("generate", *pair, "--temperature", temperature, "--max-tokens", 2, "w1")[0] == 0
-    assert [one.config.graph_kinds for one in made] == [kind]
+    monkeypatch.setattr("builtins.input", lambda *_: "")
+    assert dscale("chat", *pair, "--temperature", temperature)[0] == 0
+    assert [one.config.graph_kinds for one in made] == [kind, kind]
 
 
 def test_draft_weights_reach_the_engine(dscale, pair):

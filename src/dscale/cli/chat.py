@@ -35,7 +35,7 @@ def chat(
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots,
         dtype=dtype, device=device, draft_weights=draft_weights, max_requests=1,
-        graph_kinds="greedy" if params.greedy else "sampled",
+        temperatures=[temperature],
     )  # fmt: skip
     require(llm.loaded.tokenizer.has_chat_template, f"{model}: has no chat template; use `dscale generate --raw`")
     o.errors.print(f"{model} · policy {llm.policy} · empty line leaves, /new starts over", style="dim")

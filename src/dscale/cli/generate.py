@@ -87,7 +87,7 @@ def generate(
     llm = o.build_llm(
         model, drafter=drafter, predictor=predictor, policy=policy, width=width, slots=slots, layout=layout,
         dtype=dtype, device=device, max_requests=together, recorder=recorder, graphs=graphs,
-        graph_kinds="greedy" if params.greedy else "sampled",
+        temperatures=[temperature],
         simulate=o.simulated(simulate), tensor_parallel=tp, deterministic=deterministic,
         draft_weights=draft_weights, kv_cache_dtype=kv_cache_dtype, draft_kv_cache_dtype=draft_kv_cache_dtype,
     )  # fmt: skip

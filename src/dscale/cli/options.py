@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,10 +71,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 errors = Console(stderr=True)
 
 
-def build_llm(model: str, **options: Any) -> LLM:
-    """An LLM, with a spinner on stderr while it loads."""
+def build_llm(model: str, temperatures: Collection[float] = (), **options: Any) -> LLM:
+    """An LLM, with a spinner on stderr while it loads. temperatures: all that will be asked for, where they are known:
+    on a GPU no other kind of step is captured at the start."""
+    from dscale.engine.graphs import kinds_for
     from dscale.engine.llm import LLM
 
+    if temperatures:
+        options["graph_kinds"] = kinds_for(temperatures)
     with spinner(f"loading {model}"):
         llm = LLM(model, **options)
     if llm.engine.worker.graphs is not None:
