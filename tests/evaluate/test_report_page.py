@@ -25,7 +25,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     for one in [*(made.as_json() for made in contents), figure_records.figures(), figure_records.step()]:
         paths.append(folder / f"r{len(paths)}.json")
         paths[-1].write_text(json.dumps(one))
-    write_report(build_report(paths, resamples=300), folder / "report.html")
+    title = "A name of one word: gpu_beside_prompt_graphs_8b_ours_of_both_kinds.json"
+    write_report(build_report(paths, title, resamples=300), folder / "report.html")
     return (folder / "report.html").as_uri()
 
 

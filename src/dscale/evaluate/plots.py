@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from dscale.evaluate.svg import small
 from dscale.train.artifacts import write_bytes
 
 COLORS = {"uniform": "#d95f02", "re-anchored": "#1b9e77", "served": "#3b4cc0"}
@@ -38,7 +39,8 @@ def plot_curves(record: dict[str, Any], folder: Path) -> bool:
         for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
             data = io.BytesIO()
             figure.savefig(data, format=kind, dpi=120, metadata=metadata)
-            write_bytes(folder / f"curves.{kind}", data.getvalue())
+            drawn = small(data.getvalue().decode()).encode() if kind == "svg" else data.getvalue()
+            write_bytes(folder / f"curves.{kind}", drawn)
     return True
 
 

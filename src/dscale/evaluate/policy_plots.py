@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from dscale.evaluate.svg import small
+
 ALL = "all"
 COLOURS = {
     "fixed": "#8c8c8c",
@@ -47,7 +49,7 @@ def plot_policies(record: dict[str, Any]) -> dict[str, bytes]:
             data = io.BytesIO()
             figure.savefig(data, format=kind, dpi=120, metadata=metadata)
             figure.set_layout_engine("none")  # it is laid out; that is half of the work
-            out[f"policies.{kind}"] = data.getvalue()
+            out[f"policies.{kind}"] = small(data.getvalue().decode()).encode() if kind == "svg" else data.getvalue()
     return out
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from dscale.config import InputError
 from dscale.evaluate.report.blocks import SIMULATED
+from dscale.evaluate.svg import small
 
 INK, LINE, PAPER = "#0d0e01", "#0d0e02", "#0d0e03"
 MARKERS, DASHES = ("o", "s", "^", "D", "v", "P", "X", "*"), ("-", "--", ":")
@@ -78,20 +79,14 @@ def panel(draw: Callable[[Any], None], title: str, x: str, y: str, simulated: bo
 
 
 def inline(svg: str, title: str) -> str:
-    """matplotlib's SVG as it may stand in a page: no addresses, no foreign ids, colours of the page."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r' (?:xmlns(?::xlink)?|version)="[^"]*"', "", body)
-    own = hashlib.sha256((title + body).encode()).hexdigest()[:8]
-    used = set(re.findall(r"#([\w-]+)[\")]", body))
-    body = re.sub(r' id="([^"]+)"', lambda found: f' id="{own}-{found[1]}"' * (found[1] in used), body)
-    body = re.sub(r'(url\(#|href="#)([\w-]+)', rf"\g<1>{own}-\g<2>", body)
+    """matplotlib's SVG as it may stand in a page: small, no addresses, ids of its own, colours and font of the page."""
+    body = re.sub(r' (?:xmlns|font-family)="[^"]*"', "", small(svg))
+    own = hashlib.sha256((title + body).encode()).hexdigest()[:6]
+    body = re.sub(r'( id="|url\(#|href="#)(\w+)', rf"\g<1>{own}\g<2>", body)
     for placeholder, value in REPLACED.items():
         body = body.replace(placeholder, value)
     body = re.sub(r'^<svg width="[^"]*" height="[^"]*"|^<svg height="[^"]*" width="[^"]*"', "<svg", body)
-    body = body.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
-    return re.sub(r"\s*\n\s*", "\n", body).strip()
+    return body.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
 
 
 def draw_lines(lines: Sequence[Line], bars: bool = False, zero: bool = False) -> Callable[[Any], None]:
