@@ -30,7 +30,9 @@ def serve(
         str | None, typer.Option("-d", "--drafter", help="Drafter folder; auto (default) or none.")
     ] = None,
     predictor: Annotated[str | None, typer.Option("-p", "--predictor", help="Predictor folder; auto or none.")] = None,
-    policy: Annotated[str | None, typer.Option(help="off, full, fixed:W, dvl, dvl:seeded, confidence, auto.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="off, full, fixed:W, dvl, dvl:seeded, confidence, dspark, auto.")
+    ] = None,
     slots: Annotated[float | None, typer.Option(help="Rows verified per request by dvl and confidence.")] = None,
     width: Annotated[int | None, typer.Option(help="Block width W, anchor included.")] = None,
     layout: Annotated[str | None, typer.Option(help="Anchor layout of the drafter: 1+N or anchor-first.")] = None,
