@@ -16,6 +16,7 @@ from dscale.evaluate.peers import Transformers
 from tests.cli.test_commands import dscale, folders, refused  # noqa: F401 (fixtures)
 from tests.evaluate.stub_server import stub_server
 
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 SMALL = ("--num-prompts", 4, "--warmup", 1, "--max-tokens", 5)
 
 
@@ -178,3 +179,14 @@ def test_a_manifest_is_saved_and_used(dscale, prompts, tmp_path) -> None:  # noq
 )
 def test_bad_options(dscale, arguments, parts) -> None:  # noqa: F811
     refused(dscale("bench", *arguments), *parts)
+
+
+def test_no_figure_of_the_table_is_cut(capsys, monkeypatch) -> None:
+    """Long names and several runs, in a terminal of 60 columns."""
+    from dscale.cli.bench import _tell
+
+    monkeypatch.setenv("COLUMNS", "60")
+    _tell(read_record(RECORDS / "server_overhead.json"), None, json=False)
+    lines = capsys.readouterr().out.splitlines()
+    whole = "served auto, whole 1 341.7 315.5…372.7 0.36 0.47 – 4.32 8.13 10.96"
+    assert whole.split() in [line.split() for line in lines]

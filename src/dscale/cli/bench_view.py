@@ -78,13 +78,13 @@ class LiveView(View):
 def to_table(found: list[Cell]) -> Table:
     """One row for each arm and concurrency; with several runs, the lowest and the highest beside their mean."""
     table = Table(title="output tokens per second, and seconds of a request", title_justify="left", box=SIMPLE,
-                  pad_edge=False)  # fmt: skip
+                  pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
     table.add_column("arm", no_wrap=True)
     several = any(cell.runs > 1 for cell in found)
-    names = ("c", "tokens/s", *(("runs",) if several else ()), "p50", "p95", "first", "tokens a step",
-             "rows a step", "ms a step")  # fmt: skip
+    names = ("c", "tokens/s", *(("runs",) if several else ()), "p50", "p95", "first", "tokens\na step",
+             "rows\na step", "ms\na step")  # fmt: skip
     for name in names:
-        table.add_column(name, justify="right", min_width=max(5, *map(len, name.split())))
+        table.add_column(name, justify="right")
     for cell in found:
         runs = (f"{cell.spread[0]:.1f}…{cell.spread[1]:.1f}",) if several else ()
         table.add_row(
