@@ -152,6 +152,7 @@ class InProcess:
         switched = await future
         if switched.error is not None:
             raise Refusal(Refused("", "invalid", switched.error))
+        self.about |= {"policy": switched.policy, "slots": switched.slots}
         return switched.policy
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:

@@ -142,6 +142,7 @@ def test_refusals_and_switches_reach_who_asked(run: Run, client: Client):
     assert run(client.switch(Switch("full"))) == "full"
     assert {step.slots for step in run(answer(client, "full", prompt(3), endless())).steps} == {6}
     assert run(client.switch(Switch("dvl", slots=3.0))) == "dvl"
+    assert (client.about["policy"], client.about["slots"]) == ("dvl", 3)
 
 
 def test_snapshots_come_while_it_runs_at_most_ten_a_second(run: Run, client: Client):

@@ -248,6 +248,7 @@ def test_policies_switch_while_requests_run_and_no_token_changes(play: Play, bui
     assert [link.whole(str(i)).token_ids for i in range(2)] == [one.outputs[0].token_ids for one in want]
     assert [switched.policy for switched in link.of(Switched)] == order
     assert not any(switched.error for switched in link.of(Switched))
+    assert {switched.slots for switched in link.of(Switched)} == {3}
     slots = [step.slots for step in link.whole("0").steps]
     assert {1, 3, 6} <= set(slots)  # off, fixed:3, full of a block of 6
 
@@ -262,7 +263,7 @@ def test_impossible_switches_are_answered_and_change_nothing(play: Play):
     ]
     link = play({0: wrong})
     answers = link.of(Switched)
-    assert [answer.policy for answer in answers] == ["full"] * 5
+    assert [(answer.policy, answer.slots) for answer in answers] == [("full", 8)] * 5
     for answer, word in zip(answers, ("known", "6 rows", "at most 6", "width 6", "at least 1"), strict=True):
         assert word in answer.error
     (alone,) = play({0: [Switch("full")]}, policy="off").of(Switched)

@@ -182,8 +182,7 @@ def add_page_routes(app: FastAPI, service: Service) -> None:
     @app.get("/dscale/about")
     async def about() -> dict[str, Any]:
         """Model, device, policy and limits of this server."""
-        policy = service.client.snapshot.policy
-        return {**service.client.about, "policy": policy, "served": list(service.settings.names)}
+        return {**service.client.about, "served": list(service.settings.names)}
 
     @app.post("/dscale/policy")
     async def policy(body: PolicyBody) -> dict[str, Any]:

@@ -184,6 +184,7 @@ class Client:
         switched = await asyncio.shield(answer)
         if switched.error is not None:
             raise Refusal(Refused("", "invalid", switched.error))
+        self.about |= {"policy": switched.policy, "slots": switched.slots}
         return switched.policy
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:

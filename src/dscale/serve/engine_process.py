@@ -187,9 +187,10 @@ class EngineLoop:
 
     def _switch(self, switch: Switch) -> None:
         try:
-            self._out.append(Switched(self.llm.switch(switch.policy, switch.slots, switch.width)))
+            policy, wrong = self.llm.switch(switch.policy, switch.slots, switch.width), None
         except InputError as error:
-            self._out.append(Switched(self.llm.policy, str(error)))
+            policy, wrong = self.llm.policy, str(error)
+        self._out.append(Switched(policy, self.llm.speculation.slots, wrong))
 
     def _tell(self, request: Request, fair_pace: float = 0.0) -> None:
         """What a request has gained since it was last told of."""

@@ -137,9 +137,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Switched:
-    """The policy in force after a Switch; error is set when it could not be taken."""
+    """Policy and slots a request in force after a Switch; error is set when it could not be taken."""
 
     policy: str
+    slots: float
     error: str | None = None
 
 
