@@ -16,7 +16,6 @@ the luck of the text does not enter. 0.99 is asked.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dscale.evaluate.record_file import write_record
 from dscale.speculation.auto import Auto
 from dscale.speculation.costs import ReplayCosts
 from dscale.speculation.policies import Draft, Scorer, StepOutcome
@@ -198,7 +198,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     record = {"schema": "dscale.auto_choice/1", "arguments": {key: str(one) for key, one in vars(args).items()},
               "worst": min(row["over_8_and_16"] for row in rows), "cases": rows}  # fmt: skip
     if args.out is not None:
-        args.out.write_text(json.dumps(record) + "\n")
+        write_record(args.out, record)
     return record
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,12 @@ from dscale.config import InputError, require
 from dscale.engine.recorder import Recorder, RequestTrace
 from dscale.evaluate.policy_lab import Exact, Seeded, lane_steps, raw_windows
 from dscale.evaluate.policy_record import ALL, resampled
+from dscale.evaluate.record_file import read_text, write_record
 from dscale.evaluate.survival_models import predictor_survival
 from dscale.evaluate.workloads import Workload, read_workloads, tokenise
 from dscale.models.drafter_checkpoint import drafter_hash
 from dscale.speculation.features import CONFIDENCE
 from dscale.speculation.predictor import Predictor
-from dscale.train.artifacts import write_bytes
 from dscale.train.quality import spearman
 from dscale.train.traces import Traces, join_traces, of_request
 from dscale.versions import versions
@@ -68,7 +67,7 @@ def main() -> None:
         record = run(args)
     except InputError as error:
         sys.exit(f"cpu_figures: {error}")
-    write_bytes(args.out, compact(record).encode())
+    write_record(args.out, record)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return acceptance(args, workloads)
     from figure_speeds import measure_speeds
 
-    record = json.loads(args.out.read_text()) if args.out.is_file() else about(args, workloads)
+    record = json.loads(read_text(args.out)) if args.out.is_file() else about(args, workloads)
     require(record.get("kind") == KIND, f"{args.out}: no record of kind {KIND!r}")
     return record | {"speeds": measure_speeds(args, workloads)}
 
@@ -260,12 +259,6 @@ def widths(args: argparse.Namespace, workloads: list[Workload], width: int) -> d
         tokens, steps = (sum(row[column] for row in made[str(rows)]) for column in (2, 3))
         print(f"width {rows}: {tokens / steps:.3f} tokens a step", file=sys.stderr, flush=True)
     return made
-
-
-def compact(record: dict[str, Any]) -> str:
-    """JSON, indented but for lists of plain values, which take a line each."""
-    lists = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
-    return lists.sub(lambda found: "[" + " ".join(found[1].split()) + "]", json.dumps(record, indent=1)) + "\n"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import resolve_dtype
+from dscale.evaluate.record_file import write_record
 from dscale.models.loader import load_target
 
 HERE = Path(__file__).parent
@@ -171,7 +172,7 @@ def main() -> None:
         "cells": [measure(args, int(c)) for c in args.concurrency.split(",")],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, record)
     for cell in record["cells"]:
         row = "  ".join(f"{name} {arm['tokens_per_s']:.1f} ({arm['ratio']:.2f}×)" for name, arm in cell["arms"].items())
         print(f"c={cell['concurrency']:<3} {row}")

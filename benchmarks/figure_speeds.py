@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from dscale.evaluate.bench_record import ArmInfo, BenchRecord, Run
+from dscale.evaluate.bench_record import ArmInfo, BenchRecord, Run, as_kept
 from dscale.evaluate.inprocess import InProcess
 from dscale.evaluate.load import Watcher
 from dscale.evaluate.machine import machine
@@ -70,4 +70,4 @@ def timed(serving: InProcess, manifest: Manifest, arm: ArmInfo, level: int, numb
     measured, counters = serving.run(None, 0, Watcher())
     run = Run(arm.name, level, 0, number, order, measured.window_s, measured.rows, counters=counters)
     print(f"c={level} {arm.name:9} {run.tokens_per_s:7.1f} tokens/s", file=sys.stderr, flush=True)
-    return replace(run, counters={name: value for name, value in counters.items() if name != "shapes"})
+    return as_kept(replace(run, counters={name: value for name, value in counters.items() if name != "shapes"}))

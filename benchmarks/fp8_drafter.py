@@ -11,7 +11,6 @@ its 95% interval resamples prompts.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
 from itertools import chain
@@ -22,6 +21,7 @@ from served_progress import conversations
 
 from dscale import LLM, SamplingParams
 from dscale.engine.outputs import RequestOutput
+from dscale.evaluate.record_file import write_record
 
 LONGEST = 1024
 RESAMPLED = 2000
@@ -104,7 +104,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
                 f"step, ratio {one['ratio']:.4f} ({low:.4f} … {high:.4f}), {one['equal_texts']} of {one['prompts']} "
                 "texts equal"
             )
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, record)
     return record
 
 

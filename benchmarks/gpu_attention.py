@@ -16,7 +16,6 @@ Every case stands alone: what fails is reported and the rest goes on; past --sec
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +29,7 @@ import triton
 from gpu_measure import DEVICE, copy_bandwidth, replay_time
 from torch import Tensor
 
+from dscale.evaluate.record_file import write_record
 from dscale.kernels.attention import AttentionOptions, RaggedBatch, arrival_counters, paged_attention_torch
 from dscale.kernels.triton import attention as fast
 from dscale.kernels.triton.attention import Tile
@@ -376,7 +376,7 @@ def main() -> None:
         record |= {"triton": triton.__version__, "command": "benchmarks/gpu_attention.py" + " --sweep" * args.sweep}
         record["command"] += f" --cache {args.cache}"
         del record["deadline"]
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.out, record)
 
 
 if __name__ == "__main__":

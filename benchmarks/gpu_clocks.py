@@ -17,7 +17,6 @@ of what this shows or does not (speculation/step_times.py).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from gpu_throughput import Arm, Loop
 
 from dscale import LLM
 from dscale.config import require
+from dscale.evaluate.record_file import write_record
 from dscale.speculation.auto import Auto
 from dscale.speculation.captured_choice import CapturedChoice
 from dscale.speculation.policies import StepOutcome
@@ -159,7 +159,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         del llm
         gpu_throughput.release()
         if args.out is not None:
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(args.out, record)
     print(*clocks(record["cells"]), sep="\n\n")
     return record
 

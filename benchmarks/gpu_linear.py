@@ -11,7 +11,6 @@ y over the bandwidth of a large copy, or the products over --teraflops, whicheve
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -26,6 +25,7 @@ from gpu_measure import copy_bandwidth, replay_time
 from torch import Tensor
 from torch.nn import functional
 
+from dscale.evaluate.record_file import write_record
 from dscale.kernels.triton import linear as fast
 from dscale.kernels.triton.linear import LinearTile
 
@@ -138,7 +138,7 @@ def main() -> None:
                     rows.append(case(f"{model} {name}", count, shape, args))
                     print(line(rows[-1]), flush=True)
                     if args.out is not None:
-                        args.out.write_text(json.dumps(record, indent=1) + "\n")
+                        write_record(args.out, record)
     few = [row["ratio"] for row in rows if row["rows"] <= 256]
     if few:
         print(f"geometric mean over cuBLAS, up to 256 rows: {statistics.geometric_mean(few):.2f}x")

@@ -45,6 +45,7 @@ from dscale.engine.graphs import kinds_for
 from dscale.engine.pages import pages_for
 from dscale.engine.placement import resolve_device
 from dscale.engine.request import Request
+from dscale.evaluate.record_file import write_record
 from dscale.evaluate.workloads import read_workload, tokenise
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.models.shapes import is_shape
@@ -314,7 +315,7 @@ class Record:
         self.content[part] = made
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+            write_record(self.path, self.content)
 
 
 def table(part: dict[str, Any]) -> str:

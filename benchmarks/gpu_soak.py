@@ -37,6 +37,7 @@ from dscale.config import resolve_dtype
 from dscale.engine.pages import SCRATCH_PAGE, pages_for
 from dscale.engine.placement import resolve_device
 from dscale.engine.request import FinishReason, Request, Status
+from dscale.evaluate.record_file import write_record
 from dscale.models.loader import load_target
 from dscale.models.shapes import is_shape
 
@@ -274,7 +275,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         record["seconds"] = round(time.perf_counter() - began, 1)
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(args.out, record)
 
     try:
         while soak.steps < args.steps and time.perf_counter() - began < args.seconds:

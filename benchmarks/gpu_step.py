@@ -20,7 +20,6 @@ no kernel ran (what the profiler adds between kernels counts there).
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import re
 import statistics
@@ -37,6 +36,7 @@ from torch import nn
 import dscale
 from dscale import LLM, SamplingParams
 from dscale.config import DecoderConfig
+from dscale.evaluate.record_file import write_record
 from dscale.models.decoder import DecoderStack
 from dscale.speculation.simulated import SIMULATED
 
@@ -352,7 +352,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
                 record["skipped"].append(f"c={lanes} {arm.name}: {type(problem).__name__}: {line}")
             release()
             if args.out is not None:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+                write_record(args.out, record)
     print(table(record))
     return record
 

@@ -13,7 +13,6 @@ and the rest goes on; past --seconds the rest is skipped.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -35,6 +34,7 @@ from gpu_measure import (
 )
 from torch import Tensor
 
+from dscale.evaluate.record_file import write_record
 from dscale.kernels import activation, norm, rotary, top_logits
 from dscale.speculation import acceptance, budget, packing, sampling
 from dscale.speculation.features import FeatureProjections
@@ -360,7 +360,7 @@ def main() -> None:
         **{k: v for k, v in asdict(bench).items() if k != "deadline"},
     }
     if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.out, record)
     print(table(bench))
 
 

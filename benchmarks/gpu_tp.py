@@ -33,6 +33,7 @@ from dscale.engine.crew import Crew
 from dscale.engine.graphs import kinds_for
 from dscale.engine.pages import pages_for
 from dscale.engine.placement import default_dtype, resolve_device
+from dscale.evaluate.record_file import write_record
 from dscale.models.aliases import cached_alias
 
 POLICIES = ("full", "dvl")
@@ -138,7 +139,7 @@ def throughput(args: argparse.Namespace, device: str, record: dict[str, Any], de
 def write(path: Path | None, record: dict[str, Any]) -> None:
     """The record so far."""
     if path is not None:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(path, record)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

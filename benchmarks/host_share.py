@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import os
 import platform
 import pstats
@@ -42,6 +41,7 @@ from dscale.engine.request import FinishReason, Request
 from dscale.engine.results import OutputRing, Outputs
 from dscale.engine.worker import Launched
 from dscale.evaluate.machine import processor
+from dscale.evaluate.record_file import write_record
 from dscale.models.loader import LoadedTarget, load_target
 from dscale.speculation.workspace import StepShape
 
@@ -297,7 +297,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             about = f"{policy:8} {requests:4} requests  {row['tokens_a_step']:.2f} tokens"
             print(f"{about}  {row['median_ms']:7.3f} ms, mean {row['mean_ms']:.3f}   {parts}", flush=True)
     if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.out, record)
     return record
 
 

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from dscale import LLM, SamplingParams
+from dscale.evaluate.record_file import write_record
 
 
 def conversations(path: Path, count: int, llm: LLM, longest: int) -> list[list[dict[str, str]]]:
@@ -45,7 +46,7 @@ def main() -> None:
     total = {key: sum(one[key] for one in sets.values()) for key in ("prompts", "tokens", "steps")}
     record = {"schema": "dscale.served_progress/1", "model": args.model, "dtype": args.dtype, "width": 16, "sets": sets}
     record["all"] = total | {"progress": total["tokens"] / total["steps"]}
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from server_asks import Ask, Choice, difference, made_ask, made_wrong, offline, 
 from server_process import Server
 
 from dscale import LLM
+from dscale.evaluate.record_file import write_record
 
 Act = Callable[[], Coroutine[Any, Any, None]]
 POLICIES = ("off", "full", "fixed:4", "dvl", "confidence", "auto")
@@ -385,10 +386,9 @@ def main() -> None:
                 record[name] = act(server)
     bad = good(record)
     record["good"] = not bad
-    text = json.dumps(record, indent=1)
-    print(text)
+    print(json.dumps(record, indent=1))
     if args.out is not None:
-        args.out.write_text(text + "\n")
+        write_record(args.out, record)
     if bad:
         sys.exit("\n".join(bad))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from dscale.evaluate.bench_record import ArmInfo, BenchRecord, RequestRow, Run
+from dscale.evaluate.record_file import write_record
 from dscale.evaluate.statistics import compare, minimum_detectable_effect, phrase
 from dscale.versions import versions
 
@@ -154,7 +154,7 @@ def main() -> None:
             f"{name:45} coverage {one['coverage']:.1%}{told}; shown {one['shown']:.1%}  ({seconds:.0f} s)", flush=True
         )
     if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 from pathlib import Path
@@ -21,6 +20,7 @@ from server_process import Server as Process
 
 from dscale.evaluate.load import Measured, Server, Watcher, closed_loop
 from dscale.evaluate.manifest import Manifest, Wanted, build_manifest
+from dscale.evaluate.record_file import write_record
 from dscale.evaluate.workloads import read_workload
 
 MOST = 16  # requests decoded together
@@ -92,7 +92,7 @@ def main() -> None:
         finally:
             process.close()
     if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import jsonschema
 
 from dscale import LLM, SamplingParams
 from dscale.config import Grammar
+from dscale.evaluate.record_file import read_text, write_record
 
 POLICIES = ("off", "full", "fixed:4", "dvl", "confidence", "auto")
 DIGEST = 8  # hex digits kept of an answer's hash
@@ -155,7 +156,7 @@ def opened(path: Path | None, head: dict[str, Any]) -> dict[str, Any]:
     """The record to go on with; one made in another way ends the program."""
     if path is None or not path.is_file():
         return head | {"policies": {}}
-    record = json.loads(path.read_text())
+    record = json.loads(read_text(path))
     other = [name for name, value in head.items() if record.get(name) != value]
     if other:
         sys.exit(f"{path}: was made with another {', '.join(other)}; give another --out")
@@ -190,7 +191,7 @@ def main() -> None:
             record["policies"][policy] = one
             off = record["policies"].get("off", one)["digests"]
             if args.out is not None:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+                write_record(args.out, record)
             print(line(policy, one, off), *one["failures"][:5], sep="\n    ", flush=True)
 
 

@@ -65,13 +65,6 @@ def test_distribution_counts_the_bonus_token(bench: ModuleType) -> None:
     assert bench.distribution(np.array([0, 0, 2, 3])) == {"counts": [2, 0, 1, 1], "mean": 2.25, "steps": 4}
 
 
-def test_compact_is_the_same_json_in_fewer_lines(bench: ModuleType) -> None:
-    record = {"a": [[1, 2.5, "x y"], []], "b": {"c": [1, 2]}}
-    text = bench.compact(record)
-    assert json.loads(text) == record
-    assert "[1, 2.5," in text
-
-
 def test_the_script_in_miniature(
     bench: ModuleType,
     folders: dict[str, Path],  # noqa: F811

@@ -89,7 +89,7 @@ def test_a_dead_server_is_one_line(dscale, prompts) -> None:  # noqa: F811
 
 
 def test_our_engine_in_a_process_of_its_own(dscale, folders, prompts, tmp_path) -> None:  # noqa: F811
-    out = tmp_path / "record.json"
+    out = tmp_path / "record.json.gz"
     code, printed, err = dscale(
         "bench", "-m", folders["target"], "-d", folders["drafter"], "-p", folders["predictor"], "--dtype", "float32",
         "--policy", "off,full", "--prompts", prompts, *SMALL, "--concurrency", "2", "--out", out, "--json",

@@ -60,7 +60,9 @@ def bench(
         str | None, typer.Option(help="Its folder: clip counts at the end token, where a server counts on.")
     ] = None,
     api_key_variable: Annotated[str | None, typer.Option(help="Environment variable that holds the key.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The record, JSON; an interrupted one is gone on with.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The record, JSON or .json.gz; an interrupted one is gone on with.")
+    ] = None,
     json: o.AsJson = False,
 ) -> None:
     """Measure throughput and latency of servers, or of our engine in process, and keep a record.

@@ -151,10 +151,10 @@ def of_servers(
 
 def finish(record: CertificateRecord, out: Path | None, as_json: bool) -> None:
     """Write and print; exit code 1 unless all is certified."""
-    from dscale.train.artifacts import write_json
+    from dscale.evaluate.record_file import write_record
 
     if out is not None:
-        write_json(out, record.as_json())
+        write_record(out, record.as_json(), exact=True)
     if as_json:
         print(json.dumps(record.as_json()))
     else:

@@ -65,7 +65,7 @@ Longest = Annotated[int, typer.Option(help="Prompts of more tokens are left out.
 SeedOfPrompts = Annotated[int, typer.Option(help="Prompt i is sampled with this seed + i.")]
 Requests = Annotated[int, typer.Option(help="Requests decoded side by side.")]
 ServedModel = Annotated[str | None, typer.Option(help="The model's name on the server; default its first.")]
-RecordFile = Annotated[Path | None, typer.Option(help="File for the record, JSON.")]
+RecordFile = Annotated[Path | None, typer.Option(help="File for the record, JSON; NAME.json.gz: compressed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 errors = Console(stderr=True)

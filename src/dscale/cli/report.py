@@ -13,7 +13,9 @@ from dscale.cli import options as o
 
 
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Record files, or folders that hold a record.json.")],
+    records: Annotated[
+        list[Path], typer.Argument(help="Record files (.json, .json.gz), or folders that hold a record.json.")
+    ],
     out: Annotated[Path, typer.Option(help="The page: one HTML file that needs nothing else.")] = Path("report.html"),
     markdown: Annotated[Path | None, typer.Option(help="The same as Markdown; figures as tables.")] = None,
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,

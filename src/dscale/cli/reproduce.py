@@ -45,11 +45,11 @@ def reproduce(
     Example: dscale reproduce smollm2-135m --policy off --policy dvl --prompts gsm8k.jsonl --limit 16 --out repeat.json
     """
     from dscale.evaluate.continuations import sampling_of
+    from dscale.evaluate.record_file import write_record
     from dscale.evaluate.remote import Endpoint
     from dscale.evaluate.repeats import repeat_engine, repeat_server
     from dscale.evaluate.reproducibility import ReproducibilityRecord
     from dscale.models.loader import open_target
-    from dscale.train.artifacts import write_json
 
     require(max_requests > 0 and limit >= 0, "--max-requests and --limit: must be positive (--limit 0 takes all)")
     params = sampling_of(temperature, max_tokens, seed)
@@ -83,7 +83,7 @@ def reproduce(
         server=base_url or "",
     )
     if out is not None:
-        write_json(out, record.as_json())
+        write_record(out, record.as_json())
     show(record, as_json)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 from dscale.config import require
 from dscale.evaluate.arm_process import ArmGone, Served
 from dscale.evaluate.arm_start import Starter
-from dscale.evaluate.bench_record import ArmInfo, BenchRecord, RequestRow, Run, read_record
+from dscale.evaluate.bench_record import ArmInfo, BenchRecord, RequestRow, Run, as_kept, read_record
 from dscale.evaluate.load import Watcher
 from dscale.evaluate.machine import machine
 from dscale.evaluate.manifest import Manifest, build_manifest, read_manifest
 from dscale.evaluate.plan import Arm, Plan, Process, Turn, blocked, turns
 from dscale.evaluate.prompt_sets import read_prompts
-from dscale.train.artifacts import write_json
+from dscale.evaluate.record_file import write_record
 from dscale.versions import versions
 
 NOT_UP = "could not be measured"
@@ -189,6 +189,7 @@ class Bench:
             busy = None
         order = max((run.order for run in self.record.runs), default=-1) + 1
         run = Run(turn.arm.name, turn.concurrency, turn.boot, turn.run, order, window, rows, plan.rate, counters, busy)
+        run = as_kept(run)
         self.record = replace(self.record, runs=(*self.record.runs, run))
         self._save()
         self.view.ended(run)
@@ -203,7 +204,7 @@ class Bench:
 
     def _save(self) -> None:
         if self.out is not None:
-            write_json(self.out, self.record.as_json())
+            write_record(self.out, self.record.as_json(), exact=True)  # runs are rounded; settings stay
 
 
 def limited_by_client(run: Run) -> str | None:

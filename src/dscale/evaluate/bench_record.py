@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from dscale.config import InputError, require
+from dscale.evaluate.record_file import ROWS, read_text, rounded
 
 KIND = "bench"
 SCHEMA = 1
@@ -95,6 +96,13 @@ class Run:
         return sum(row.output_tokens for row in self.rows) / self.window_s
 
 
+def as_kept(run: Run) -> Run:
+    """The run with what was measured as a record keeps it: seconds to the microsecond, other floats to seven digits."""
+    rows = tuple(RequestRow(*rounded(list(asdict(row).values()), ROWS)) for row in run.rows)
+    about = {name: rounded(getattr(run, name), name) for name in ("window_s", "client_busy", "counters")}
+    return replace(run, rows=rows, **about)
+
+
 @dataclass(frozen=True)
 class BenchRecord:
     """All runs of one benchmark. manifest: name, sha256, requests, distinct prompts, workloads with their counts."""
@@ -132,7 +140,7 @@ class BenchRecord:
 def read_record(path: Path) -> BenchRecord:
     """A record from its file. InputError for another kind, a newer schema, or a file that is none."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: cannot read a benchmark record: {error}") from None
     require(isinstance(content, dict) and content.get("kind") == KIND, f"{path}: no record of `dscale bench`")

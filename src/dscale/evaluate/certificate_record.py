@@ -15,6 +15,7 @@ from typing import Any
 from dscale.config import InputError, require
 from dscale.evaluate.certificate import Text, Verdict
 from dscale.evaluate.drafter_agreement import Agreement
+from dscale.evaluate.record_file import read_text
 
 KIND = "certificate"
 SCHEMA = 1
@@ -145,7 +146,7 @@ def read_certificates(path: Path) -> CertificateRecord:
 def read_kind(path: Path, kind: str, schema: int, command: str) -> dict[str, Any]:
     """The content of a record of this kind and schema."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: cannot read a record of `{command}`: {error}") from None
     require(isinstance(content, dict) and content.get("kind") == kind, f"{path}: no record of `{command}`")

@@ -25,8 +25,9 @@ from dscale.engine.llm import LLM
 from dscale.engine.placement import resolve_device
 from dscale.evaluate.answer_shards import read_answers, write_answers, write_matches
 from dscale.evaluate.conversations import Answered, check_offline, match_rows, one_per_row
-from dscale.evaluate.drafter_record import build_record, finite, table, write_record
+from dscale.evaluate.drafter_record import build_record, finite, table
 from dscale.evaluate.plots import plot_curves
+from dscale.evaluate.record_file import rounded, write_record
 from dscale.evaluate.workloads import Workload, built_in, read_workloads, tokenise
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter, target_hashes
@@ -119,7 +120,8 @@ def evaluate_drafter(
 def write_results(stage: Stage, pair: Pair) -> dict[str, Any]:
     """record.json, table.md and the plot from the shards; the stage is then complete."""
     record = finite(build_record(stage, environment(pair.device)))
-    write_record(stage.folder / "record.json", record)
+    record["workloads"] = rounded(record["workloads"])
+    write_record(stage.folder / "record.json", record, exact=True, sort=True)
     write_bytes(stage.folder / "table.md", table(record).encode())
     if not plot_curves(record, stage.folder):
         print("evaluate drafter: no plot, matplotlib is not installed", file=sys.stderr)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from dscale.evaluate.acceptance_curves import Counts, Curves, full_depth, interv
 from dscale.evaluate.answer_shards import read_workload
 from dscale.evaluate.conversations import Answered, Conversation, count_ways
 from dscale.evaluate.length_bias import length_bias
-from dscale.train.artifacts import Stage, write_bytes
+from dscale.train.artifacts import Stage
 
 ALL = "all"  # every workload pooled, token for token
 
@@ -131,15 +129,6 @@ def raw_rows(name: str, served: list[Answered], talks: list[Conversation], depth
         row["uniform"]["full"] = row["uniform"]["full"][0]
         rows.append(row)
     return rows
-
-
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """JSON, indented but for the conversations, which take a line each; NaN becomes null."""
-    clean = finite(record)
-    rows = clean.pop("conversations")
-    head = json.dumps(clean, indent=1, sort_keys=True).rstrip().removesuffix("}").rstrip()
-    body = ",\n".join("  " + json.dumps(row, sort_keys=True, separators=(",", ":")) for row in rows)
-    write_bytes(path, f'{head},\n "conversations": [\n{body}\n ]\n}}\n'.encode())
 
 
 def finite(value: Any) -> Any:

@@ -24,6 +24,7 @@ from dscale.evaluate.cost_curve import CostConfig, MeasuredCosts, measure, read_
 from dscale.evaluate.policy_lab import Arm, Lab, lane_steps, raw_windows
 from dscale.evaluate.policy_plots import plot_policies
 from dscale.evaluate.policy_record import checks, summarise, table
+from dscale.evaluate.record_file import record_text, rounded
 from dscale.evaluate.survival_models import dspark_survival, predictor_survival, recorded
 from dscale.models.drafter_checkpoint import drafter_hash, load_drafter
 from dscale.models.loader import load_target
@@ -120,7 +121,7 @@ def run(config: PoliciesConfig, out: Path, report: Report = silent) -> dict[str,
     for lanes, rows in walks.items():
         lab = Lab(recorded(traces), rows, costs)
         resizes = str(priced.get("device", "cpu")).startswith("cpu")
-        record["concurrency"][str(lanes)] = _compare(config, lab, traces, predictor, resizes, report)
+        record["concurrency"][str(lanes)] = rounded(_compare(config, lab, traces, predictor, resizes, report))
     _write(stage, record)
     write_json(out / TIMING, {"seconds": round(time.perf_counter() - began, 2)})
     return record | {"already": False}
@@ -261,5 +262,5 @@ def _write(stage: Stage, record: dict[str, Any]) -> None:
     for name, data in sorted(drawn.items()):
         stage.add(write_file(stage.folder, name, data, "record"))
     stage.add(write_file(stage.folder, TABLE, table(record).encode(), "record"))
-    stage.add(write_file(stage.folder, RECORD, encoded(record), "record"))
+    stage.add(write_file(stage.folder, RECORD, record_text(record, exact=True, sort=True).encode(), "record"))
     stage.finish({"concurrency": sorted(record["concurrency"], key=int), "used": record["traces"]["used"]})

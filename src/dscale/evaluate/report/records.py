@@ -9,6 +9,7 @@ from typing import Any
 
 from dscale.config import InputError, require
 from dscale.evaluate import bench_record
+from dscale.evaluate.record_file import read_text
 
 KINDS = {"bench": 1, "certificate": 1, "reproducibility": 1, "figures": 1}  # kind: schema that is read here
 SCHEMAS = {
@@ -57,7 +58,7 @@ def read_source(path: Path) -> Source:
     """The record in a file, or record.json of a folder; InputError for what is none, or is of another version."""
     file = path / "record.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(read_text(file))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: cannot read a record: {str(error).splitlines()[0]}") from None
     name = f"{path.name}/record.json" if path.is_dir() else path.name
