@@ -71,6 +71,11 @@ def test_a_compressed_record_reads_the_same_and_is_the_same_bytes_again(tmp_path
     assert gzip.decompress(small.read_bytes()) == plain.read_bytes()
     assert read_record(small) == read_record(plain) == RECORD
     assert read_source(small).content == read_source(plain).content
+    plain.unlink()
+    assert read_record(plain) == RECORD  # under its old name
+    assert read_source(plain).name == "bench.json"
+    with pytest.raises(InputError, match=r"other\.json: cannot read a record: .*No such file"):
+        read_source(tmp_path / "other.json")
     before = small.read_bytes()
     write_record(small, RECORD.as_json())
     assert small.read_bytes() == before

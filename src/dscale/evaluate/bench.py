@@ -20,7 +20,7 @@ from dscale.evaluate.machine import machine
 from dscale.evaluate.manifest import Manifest, build_manifest, read_manifest
 from dscale.evaluate.plan import Arm, Plan, Process, Turn, blocked, turns
 from dscale.evaluate.prompt_sets import read_prompts
-from dscale.evaluate.record_file import write_record
+from dscale.evaluate.record_file import file_of, write_record
 from dscale.versions import versions
 
 NOT_UP = "could not be measured"
@@ -61,7 +61,7 @@ def take_up(record: BenchRecord, path: Path) -> BenchRecord:
 
     InputError when the file holds other work: another manifest, or an arm that is set up otherwise.
     """
-    if not path.exists():
+    if not file_of(path).exists():
         return record
     found = read_record(path)
     other = "give another --out, or delete it"

@@ -36,12 +36,19 @@ def write_record(path: Path, content: Any, exact: bool = False, sort: bool = Fal
 
 def read_text(path: Path) -> str:
     """The text of a record, compressed or not. OSError where it cannot be read, UnicodeDecodeError where it is none."""
+    path = file_of(path)
     if path.suffix != COMPRESSED:
         return path.read_text(encoding="utf-8")
     try:
         return gzip.decompress(path.read_bytes()).decode()
     except (EOFError, zlib.error) as error:
         raise OSError(f"not a whole {COMPRESSED} file: {error}") from None
+
+
+def file_of(path: Path) -> Path:
+    """The file of this name, or the one that it was compressed to since; `path` where there is neither."""
+    packed = path.with_name(path.name + COMPRESSED)
+    return packed if packed.is_file() and not path.exists() else path
 
 
 def record_text(content: Any, exact: bool = False, sort: bool = False) -> str:
