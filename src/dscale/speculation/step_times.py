@@ -7,12 +7,16 @@ apart. A size that ran a lot tells nothing of the others but by what they share,
 filter): the first size that runs shifts all, and each further one is told apart by the first few of its own steps.
 
 Two things make what runs look other than it is. A `spell` lasts a few steps (after a prefill, say), so twenty steps in
-a row tell less than twenty at random: on an H200 times are off by 1.3%, four fifths of it still there a step later.
-And `pull` is of the clocks. Where the chip is short of power they follow the load with a delay: a step of 8 slots among
-steps of 12 runs at their clocks and takes longer than one among its like, one of 12 among steps of 8 is too fast, by 3%
-at 16 requests of 8B, and after some 16 of its like no longer (benchmarks/gpu_clocks.py). lag(s) = warmth - load(s),
-load the logarithm of the rows verified a request (where nothing is drafted: of the fewest), warmth its mean over the
-last steps. In the long run a size takes its time without spell and lag.
+a row tell less than twenty at random: on an H200 times are off by 1.3% in all, and by four fifths of that still a step
+later. And `pull` is of the clocks. Where the chip is short of power they follow the load with a delay: a step of 8
+slots among steps of 12 runs at their clocks and takes longer than one among its like, one of 12 among steps of 8 is too
+fast, by 3% at 16 requests of 8B, and after 4 to 16 of its like no longer (docs/log.md, benchmarks/gpu_clocks.py).
+lag(s) = warmth - load(s), load the logarithm of the rows verified a request, warmth its mean over the last steps. Where
+nothing is drafted it is taken to be that of the fewest rows; only 8 and 12 were measured. In the long run a size takes
+its time without spell and lag.
+
+One step far off is a hiccup and counts little. After two of them in a row something has changed: for all sizes, as with
+longer contexts, or for this one, so both are doubted again.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ WANDER = 0.001  # of `shared` from step to step
 MOVED = 0.03  # of `shared` for a change of the requests by as much as their number
 AGING = 0.0003  # of `own` from step to step: what was seen long ago is less certain
 PULL = 0.055, 0.02  # beforehand: its mean, and its standard deviation; 0 to 0.08 on H200s
+PULL_AGING = 0.0002  # of `pull` from step to step: chips get warm
 LEAST = 0.2  # of its replay: less no size is believed to take, whatever the others taught
 SURPRISE = 0.02  # miss from which a step may be a hiccup: half of what is beyond counts as noise of its own
 INERTIA = 8  # steps over which the clocks forget
@@ -53,6 +58,7 @@ class StepTimes:
         self._own = slice(_FIRST, _FIRST + sizes)
         self._live = 0
         self._warmth: float | None = None  # the load of the steps before, the latest most
+        self._off = 0.0  # how far beyond SURPRISE the step before was, with its sign
 
     @property
     def shared(self) -> float:
@@ -88,8 +94,16 @@ class StepTimes:
         gain = reach / (believed + beyond**2)
         self._mean += gain * miss
         self._spread -= np.outer(gain, reach)
-        # no hiccup if the next step is as slow: then all have become so
-        self._spread[_SHARED, _SHARED] += min(beyond, 1.0) ** 2
+        self._doubt_again(size, beyond, miss)
+
+    def _doubt_again(self, size: int, beyond: float, miss: float) -> None:
+        """After a step that was off by `beyond` more than a surprise."""
+        again = beyond * miss * self._off > 0
+        self._off = miss if beyond else 0.0
+        diagonal = np.einsum("ii->i", self._spread)  # a view
+        diagonal[_SHARED] += min(beyond, 1.0) ** 2
+        if again:
+            diagonal[_FIRST + size] = max(diagonal[_FIRST + size], min(diagonal[_FIRST + size] + beyond**2, OWN**2))
 
     def _lag(self, size: int) -> float:
         """By how much the steps before were larger, as the logarithm of their rows; this one counts from now on."""
@@ -109,3 +123,5 @@ class StepTimes:
         diagonal[_SHARED] = min(diagonal[_SHARED] + WANDER**2 + moved**2, max(diagonal[_SHARED], SHARED**2))
         own = diagonal[self._own]
         own[own < OWN**2] += AGING**2
+        if diagonal[_PULL] < PULL[1] ** 2:
+            diagonal[_PULL] += PULL_AGING**2
