@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py benchmarks/records/cpu_speed.json
     python benchmarks/tables.py benchmarks/records/gpu_throughput_8b.json benchmarks/records/gpu_step_8b.json
-    python benchmarks/tables.py benchmarks/records/gpu_http_*_greedy.json --join --over off
+    python benchmarks/tables.py benchmarks/records/gpu_http_{off,auto}_greedy.json --join --over off
     python benchmarks/tables.py SGLANG.json OURS.json --join --over dflash+fa3 --of dscale+fa3 --of "ours, auto"
 
 Records are known by their schema: cpu_speed, gpu_throughput, gpu_step, gpu_clocks, gpu_tp, gpu_real (parts c and d),
@@ -24,6 +24,8 @@ from typing import Any
 from bench_tables import BENCH, bench_tables
 from gpu_tables import ATTENTION, GPU_TABLES, SGLANG, THROUGHPUT
 from markdown_tables import BadRecord, Ratios, Record, row
+
+from dscale.evaluate.record_file import read_text
 
 CPU_SPEED = "dscale.cpu_speed/1"
 
@@ -83,7 +85,7 @@ TABLES = {CPU_SPEED: cpu_tables, BENCH: bench_tables, **GPU_TABLES}
 def read(path: str) -> Record:
     """A record of a known schema; BadRecord where it is none."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(read_text(Path(path)))
     except OSError as problem:
         raise BadRecord(f"{path}: {problem.strerror or problem}; give a record of benchmarks/records") from None
     except ValueError as problem:
