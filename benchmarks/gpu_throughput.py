@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import statistics
 import sys
@@ -47,6 +46,7 @@ from dscale.engine.graphs import kinds_for
 from dscale.engine.pages import pages_for
 from dscale.engine.placement import default_dtype, resolve_device
 from dscale.engine.request import Request, Status
+from dscale.evaluate.record_file import write_record
 from dscale.models.drafter import Drafter
 from dscale.models.drafter_checkpoint import load_drafter
 from dscale.models.loader import LoadedTarget, load_target
@@ -370,7 +370,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         release()
         record["geometric_mean"] = geometric_means(record["cells"])
         if args.out is not None:  # after every concurrency: what is cut off later is not lost
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(args.out, record)
     print(table(record))
     return record
 

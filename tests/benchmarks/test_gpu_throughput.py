@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from dscale.config import InputError
+from dscale.evaluate.record_file import rounded
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -32,7 +33,7 @@ MINIATURE = [
 def test_miniature(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "record.json"
     record = bench.main([*MINIATURE, "--arms", "off,control,dvl@6,auto", "--eager-repeats", "1", "--out", str(out)])
-    assert json.loads(out.read_text()) == record
+    assert json.loads(out.read_text()) == rounded(record)
     assert record["note"] == record["acceptance"]["kind"] == "simulated acceptance"
     assert [one["concurrency"] for one in record["cells"]] == [2, 4]
     for cell in record["cells"]:
