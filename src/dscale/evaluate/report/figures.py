@@ -79,14 +79,18 @@ def panel(draw: Callable[[Any], None], title: str, x: str, y: str, simulated: bo
 
 
 def inline(svg: str, title: str) -> str:
-    """matplotlib's SVG as it may stand in a page: small, no addresses, ids of its own, colours and font of the page."""
-    body = re.sub(r' (?:xmlns|font-family)="[^"]*"', "", small(svg))
+    """matplotlib's SVG as it may stand in a page: small, no addresses, no foreign ids, colours and font of the page."""
+    body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>", "", small(svg), flags=re.DOTALL)
+    body = re.sub(r' (?:xmlns(?::xlink)?|version|font-family)="[^"]*"', "", body)
     own = hashlib.sha256((title + body).encode()).hexdigest()[:6]
-    body = re.sub(r'( id="|url\(#|href="#)(\w+)', rf"\g<1>{own}\g<2>", body)
+    used = set(re.findall(r"#([\w-]+)[\")]", body))
+    body = re.sub(r' id="([^"]+)"', lambda found: f' id="{own}-{found[1]}"' * (found[1] in used), body)
+    body = re.sub(r'(url\(#|href="#)([\w-]+)', rf"\g<1>{own}-\g<2>", body)
     for placeholder, value in REPLACED.items():
         body = body.replace(placeholder, value)
     body = re.sub(r'^<svg width="[^"]*" height="[^"]*"|^<svg height="[^"]*" width="[^"]*"', "<svg", body)
-    return body.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
+    body = body.replace("<svg", '<svg aria-hidden="true" focusable="false" stroke-linejoin="round"', 1)
+    return re.sub(r"\s*\n\s*", "\n", body).strip()
 
 
 def draw_lines(lines: Sequence[Line], bars: bool = False, zero: bool = False) -> Callable[[Any], None]:
