@@ -145,6 +145,19 @@ def test_refusals_and_switches_reach_who_asked(run: Run, client: Client):
     assert (client.about["policy"], client.about["slots"]) == ("dvl", 3)
 
 
+def test_a_switch_is_told_though_who_asked_left(run: Run, client: Client):
+    async def leave() -> tuple[str, float]:
+        asked = asyncio.create_task(client.switch(Switch("full", slots=2.0)))
+        await asyncio.sleep(0)  # it is sent
+        asked.cancel()
+        while client.silence:
+            await asyncio.sleep(0.01)
+        return client.about["policy"], client.about["slots"]
+
+    assert run(leave()) == ("full", 2)
+    assert run(client.switch(Switch("dvl", slots=3.0))) == "dvl"
+
+
 def test_snapshots_come_while_it_runs_at_most_ten_a_second(run: Run, client: Client):
     async def watch() -> list[float]:
         times: list[float] = []

@@ -184,7 +184,6 @@ class Client:
         switched = await asyncio.shield(answer)
         if switched.error is not None:
             raise Refusal(Refused("", "invalid", switched.error))
-        self.about |= {"policy": switched.policy, "slots": switched.slots}
         return switched.policy
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:
@@ -251,7 +250,8 @@ class Client:
                 if queue.qsize() >= SNAPSHOTS_KEPT:
                     queue.get_nowait()
                 queue.put_nowait(message)
-        elif isinstance(message, Switched):
+        elif isinstance(message, Switched):  # in force also when who asked has left
+            self.about |= {"policy": message.policy, "slots": message.slots}
             self._switches.popleft().set_result(message)
         elif isinstance(message, Refitted):
             failed = message.record.get("outcome") == "failed"
