@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,11 +183,13 @@ def test_bad_options(dscale, arguments, parts) -> None:  # noqa: F811
 
 
 def test_no_figure_of_the_table_is_cut(capsys, monkeypatch) -> None:
-    """Long names and several runs, in a terminal of 60 columns."""
+    """Long names and several runs, in a terminal of 60 columns. A name is no markup."""
     from dscale.cli.bench import _tell
 
     monkeypatch.setenv("COLUMNS", "60")
-    _tell(read_record(RECORDS / "server_overhead.json"), None, json=False)
+    record, name = read_record(RECORDS / "server_overhead.json"), f"served [auto], {'x' * 150}"
+    arms = tuple(replace(arm, name=arm.name.replace("served auto, whole", name)) for arm in record.arms)
+    runs = tuple(replace(run, arm=run.arm.replace("served auto, whole", name)) for run in record.runs)
+    _tell(replace(record, arms=arms, runs=runs), None, json=False)
     lines = capsys.readouterr().out.splitlines()
-    whole = "served auto, whole 1 341.7 315.5…372.7 0.36 0.47 – 4.32 8.13 10.96"
-    assert whole.split() in [line.split() for line in lines]
+    assert f"{name} 1 341.7 315.5…372.7 0.36 0.47 – 4.32 8.13 10.96".split() in [line.split() for line in lines]

@@ -212,9 +212,9 @@ def _tell(record: BenchRecord, out: Path | None, json: bool) -> None:
         print(json_text.dumps({"cells": shown, "manifest": record.manifest, "notes": record.notes,
                                "simulated": record.simulated, "out": str(out) if out else None}))  # fmt: skip
         return
-    console = Console(width=160)  # a terminal may break lines: no figure is cut, in a file neither
+    console = Console(width=10_000)  # a terminal may break lines: no figure is cut, in a file neither
     console.print(to_table(found))
     if record.simulated:
         console.print("simulated acceptance: the text means nothing")
     if out is not None:
-        console.print(f"the record is in {out}", highlight=False, soft_wrap=True)
+        console.print(f"the record is in {out}", highlight=False, markup=False, soft_wrap=True)

@@ -88,7 +88,7 @@ def to_table(found: list[Cell]) -> Table:
     for cell in found:
         runs = (f"{cell.spread[0]:.1f}…{cell.spread[1]:.1f}",) if several else ()
         table.add_row(
-            cell.arm, str(cell.concurrency), f"{cell.tokens_per_s:.1f}", *runs,
+            Text(cell.arm), str(cell.concurrency), f"{cell.tokens_per_s:.1f}", *runs,
             *(f"{one:.2f}" for one in (cell.latency_p50, cell.latency_p95)),
             _shown(cell.first_token), _shown(cell.progress or cell.accepted_length), _shown(cell.verified),
             _shown(cell.step_ms),
