@@ -18,6 +18,7 @@ from dscale.evaluate.bench_record import Run, read_record
 from dscale.evaluate.bench_summary import cells
 from dscale.evaluate.manifest import BenchRequest, Manifest
 from dscale.evaluate.plan import Arm, Plan, blocked, filled, read_plan, turns
+from dscale.evaluate.record_file import write_record
 
 STUB = str(Path(__file__).with_name("stub_server.py"))
 REQUESTS = tuple(
@@ -197,6 +198,12 @@ def test_another_manifest_or_setting_does_not_go_into_the_same_file(tmp_path: Pa
     with pytest.raises(InputError, match="arm 'a' was set up otherwise"):
         bench(Plan((stub("a", env={"X": "1"}),)), tmp_path)
     assert len(bench(Plan((stub("a"), stub("b"))), tmp_path).todo()) == 1  # a new arm may join
+    plain, packed = tmp_path / "record.json", tmp_path / "record.json.gz"
+    write_record(packed, json.loads(plain.read_text()))
+    plain.unlink()
+    assert bench(plan, tmp_path).todo() == []
+    with pytest.raises(InputError, match=r"record\.json\.gz: was made with manifest"):
+        take_up(other, plain)
 
 
 def test_a_server_that_dies_fails_its_run_and_is_asked_again_later(tmp_path: Path) -> None:

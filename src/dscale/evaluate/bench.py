@@ -61,7 +61,8 @@ def take_up(record: BenchRecord, path: Path) -> BenchRecord:
 
     InputError when the file holds other work: another manifest, or an arm that is set up otherwise.
     """
-    if not file_of(path).exists():
+    path = file_of(path)
+    if not path.exists():
         return record
     found = read_record(path)
     other = "give another --out, or delete it"
