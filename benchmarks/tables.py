@@ -88,7 +88,7 @@ def read(path: str) -> Record:
         content = json.loads(read_text(Path(path)))
     except OSError as problem:
         raise BadRecord(f"{path}: {problem.strerror or problem}; give a record of benchmarks/records") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BadRecord(f"{path}: not JSON: {str(problem).splitlines()[0]}") from None
     schema = schema_of(content) if isinstance(content, dict) else None
     if schema not in list(TABLES):

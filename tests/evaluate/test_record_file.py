@@ -12,6 +12,7 @@ import pytest
 
 from dscale.config import InputError
 from dscale.evaluate.bench_record import as_kept, read_record
+from dscale.evaluate.certificate_record import read_certificates
 from dscale.evaluate.record_file import laid_out, read_text, record_text, rounded, write_record
 from dscale.evaluate.report.records import read_source
 from tests.evaluate.test_bench_record import RECORD, RUN
@@ -104,3 +105,15 @@ def test_a_run_is_kept_to_the_microsecond_with_its_counts_whole() -> None:
     assert (kept.window_s, kept.client_busy) == (2.0, 0.1647739)
     assert kept.counters == {"steps": 1234567, "step_seconds": 3.366283, "accepted_by_position": [1234567.0, 2.0]}
     assert as_kept(kept) == kept
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"n": 1' + b"0" * 5000 + b"}", b"", b"a\nb", b"\xe9"])
+def test_what_is_no_json_is_one_line(tmp_path: Path, text: bytes) -> None:
+    plain, small = tmp_path / "bench.json", tmp_path / "bench.json.gz"
+    plain.write_bytes(text)
+    small.write_bytes(gzip.compress(text))
+    for path in (plain, small):
+        for read in (read_record, read_certificates, read_source):
+            with pytest.raises(InputError, match=rf"{path.name}: cannot read a .*record") as found:
+                read(path)
+            assert "\n" not in str(found.value)

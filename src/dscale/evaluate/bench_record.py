@@ -141,7 +141,7 @@ def read_record(path: Path) -> BenchRecord:
     """A record from its file. InputError for another kind, a newer schema, or a file that is none."""
     try:
         content = json.loads(read_text(path))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot read a benchmark record: {error}") from None
     require(isinstance(content, dict) and content.get("kind") == KIND, f"{path}: no record of `dscale bench`")
     require(content.get("schema") == SCHEMA, f"{path}: schema {content.get('schema')}; this version reads {SCHEMA}")

@@ -147,7 +147,7 @@ def read_kind(path: Path, kind: str, schema: int, command: str) -> dict[str, Any
     """The content of a record of this kind and schema."""
     try:
         content = json.loads(read_text(path))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot read a record of `{command}`: {error}") from None
     require(isinstance(content, dict) and content.get("kind") == kind, f"{path}: no record of `{command}`")
     require(content.get("schema") == schema, f"{path}: schema {content.get('schema')}; this version reads {schema}")

@@ -59,7 +59,7 @@ def read_source(path: Path) -> Source:
     file = path / "record.json" if path.is_dir() else path
     try:
         content = json.loads(read_text(file))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot read a record: {str(error).splitlines()[0]}") from None
     name = f"{path.name}/record.json" if path.is_dir() else path.name
     require(isinstance(content, dict), f"{path}: no record but a {type(content).__name__}")
