@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("scour", reason="needs scour")
 
-from dscale.evaluate.report.figures import INK, LINE, Line, draw_bars, draw_lines, draw_signal, inline
+from dscale.evaluate.report.figures import INK, LINE, Line, draw_bars, draw_lines, draw_signal, inline, panel
 from dscale.evaluate.svg import small
 
 SETTINGS: dict[Any, Any] = {
@@ -90,3 +90,10 @@ def test_without_the_library_the_picture_is_what_it_was(monkeypatch: pytest.Monk
         alone = inline(before, "Title")
     assert "var(--line)" in alone
     assert len(inline(before, "Title")) < 0.75 * len(alone)
+
+
+@pytest.mark.parametrize("title", ['an id="a" & version="2"', "naïve — “q” ≥ 'µ'", r"$5 and $\bad$", "<b>href=#a</b>"])
+def test_texts_stay_as_they_are(title: str) -> None:
+    made = panel(draw_lines(SERIES), title, "$x$", "y").replace("xlink:", "")
+    said = [one.text for one in ElementTree.fromstring(made).iter("text")]
+    assert {title, "$x$", "y"} <= set(said)

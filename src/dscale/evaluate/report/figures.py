@@ -58,7 +58,7 @@ def panel(draw: Callable[[Any], None], title: str, x: str, y: str, simulated: bo
     settings: dict[Any, Any] = {
         "svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "font.sans-serif": ["DejaVu Sans", "Arial"],
         "text.color": INK, "axes.edgecolor": LINE, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-        "grid.color": LINE, "axes.axisbelow": True,
+        "grid.color": LINE, "axes.axisbelow": True, "text.parse_math": False,  # a name with $ is no formula
     }  # fmt: skip
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=SIZE, layout="constrained")
@@ -81,6 +81,7 @@ def panel(draw: Callable[[Any], None], title: str, x: str, y: str, simulated: bo
 def inline(svg: str, title: str) -> str:
     """matplotlib's SVG as it may stand in a page: small, no addresses, no foreign ids, colours and font of the page."""
     body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>", "", small(svg), flags=re.DOTALL)
+    body = re.sub(r">[^<]+<", lambda text: text[0].replace('"', "&quot;"), body)  # no text is an attribute
     body = re.sub(r' (?:xmlns(?::xlink)?|version|font-family)="[^"]*"', "", body)
     own = hashlib.sha256((title + body).encode()).hexdigest()[:6]
     used = set(re.findall(r"#([\w-]+)[\")]", body))
