@@ -33,6 +33,14 @@ class Chip:
             self.warmth = load + lag * (1 - 1 / self.inertia)
             times.observe(4, size, self.seconds[size] * (1 + self.pull * lag))
 
+    def take_turns(self, times: StepTimes, row: int) -> None:
+        """A row of 12 slots, then looks at 8 slots among them; the same the other way round."""
+        for size, other in ((2, 1), (1, 2)):
+            self.run(times, size, row)
+            for _ in range(8):
+                self.run(times, other, 1)
+                self.run(times, size, 7)
+
 
 def test_the_first_size_that_runs_shifts_all() -> None:
     times = StepTimes(REPLAYS, SLOTS)
@@ -75,11 +83,7 @@ def test_clocks_that_lag_are_told_from_a_size_that_is_slow(pull: float, inertia:
     Sizes are judged by their like, without knowing how much the clocks lag, nor quite how long."""
     times, chip = StepTimes(REPLAYS, SLOTS), Chip((5.0, 8.0, 10.0, 17.0), pull, inertia)
     for _ in range(3):
-        for size, other in ((2, 1), (1, 2)):
-            chip.run(times, size, 2 * ROW)
-            for _ in range(8):
-                chip.run(times, other, 1)
-                chip.run(times, size, 7)
+        chip.take_turns(times, 2 * ROW)
     assert times.seconds()[1] / times.seconds()[2] == pytest.approx(0.8, rel=0.008)
     assert times.pull == pytest.approx(pull, abs=0.02)
 
@@ -186,10 +190,6 @@ def test_clocks_may_change_in_a_long_life() -> None:
     for pull in (0.0, 0.08):
         chip.pull = pull
         for _ in range(40):
-            for size, other in ((2, 1), (1, 2)):
-                chip.run(times, size, 4 * ROW)
-                for _ in range(8):
-                    chip.run(times, other, 1)
-                    chip.run(times, size, 7)
+            chip.take_turns(times, 4 * ROW)
         assert times.pull == pytest.approx(pull, abs=0.02)
         assert times.seconds()[1] / times.seconds()[2] == pytest.approx(0.8, rel=0.008)

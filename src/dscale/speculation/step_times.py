@@ -55,6 +55,7 @@ class StepTimes:
         sizes = len(replays)
         self._mean = np.array([shared or 0.0, 0.0, PULL[0], *[0.0] * sizes])
         self._spread = np.diag([SHARED if shared is None else SHARED_NEAR, SPELL, PULL[1], *[OWN] * sizes]) ** 2
+        self._variance = np.einsum("ii->i", self._spread)  # a view
         self._own = slice(_FIRST, _FIRST + sizes)
         self._live = 0
         self._warmth: float | None = None  # the load of the steps before, the latest most
@@ -100,10 +101,10 @@ class StepTimes:
         """After a step that was off by `beyond` more than a surprise."""
         again = beyond * miss * self._off > 0
         self._off = miss if beyond else 0.0
-        diagonal = np.einsum("ii->i", self._spread)  # a view
-        diagonal[_SHARED] += min(beyond, 1.0) ** 2
+        variance, own = self._variance, _FIRST + size
+        variance[_SHARED] += min(beyond, 1.0) ** 2
         if again:
-            diagonal[_FIRST + size] = max(diagonal[_FIRST + size], min(diagonal[_FIRST + size] + beyond**2, OWN**2))
+            variance[own] = max(variance[own], min(variance[own] + beyond**2, OWN**2))
 
     def _lag(self, size: int) -> float:
         """By how much the steps before were larger, as the logarithm of their rows; this one counts from now on."""
@@ -115,13 +116,13 @@ class StepTimes:
     def _age(self, live: int) -> None:
         moved = MOVED * abs(live - self._live) / max(live, self._live) if self._live else 0.0
         self._live = live
-        spread, diagonal = self._spread, np.einsum("ii->i", self._spread)  # a view
+        spread, variance = self._spread, self._variance
         self._mean[_SPELL] *= LASTS
         spread[_SPELL] *= LASTS
         spread[:, _SPELL] *= LASTS
-        diagonal[_SPELL] += (1 - LASTS**2) * SPELL**2
-        diagonal[_SHARED] = min(diagonal[_SHARED] + WANDER**2 + moved**2, max(diagonal[_SHARED], SHARED**2))
-        own = diagonal[self._own]
+        variance[_SPELL] += (1 - LASTS**2) * SPELL**2
+        variance[_SHARED] = min(variance[_SHARED] + WANDER**2 + moved**2, max(variance[_SHARED], SHARED**2))
+        own = variance[self._own]
         own[own < OWN**2] += AGING**2
-        if diagonal[_PULL] < PULL[1] ** 2:
-            diagonal[_PULL] += PULL_AGING**2
+        if variance[_PULL] < PULL[1] ** 2:
+            variance[_PULL] += PULL_AGING**2
