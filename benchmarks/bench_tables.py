@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from markdown_tables import NONE, BadRecord, Ratios, Record, bold_best, grid, times
 
+from dscale.evaluate.bench_record import Run, record_of
+
 BENCH = "dscale.bench/1"  # of kind "bench" and schema 1, as the records say it
 Load = tuple[float, int, float]  # temperature, concurrency, requests a second of an open loop (0: a closed one)
-Cells = dict[Load, dict[str, list[dict[str, Any]]]]  # runs by load and arm
+Cells = dict[Load, dict[str, list[Run]]]  # by load and arm
 
 
 def bench_tables(records: Sequence[Record], ratios: Ratios) -> list[str]:
@@ -46,17 +47,11 @@ def _title(records: Sequence[Record]) -> str:
 
 
 def _joined(records: Sequence[Record]) -> tuple[Cells, list[str]]:
-    """Runs with their requests as objects, and a line for each arm measured twice: the first file's is kept."""
+    """All runs, and a line for each arm measured twice: the first file's is kept."""
     cells: Cells = {}
     twice = []
     for record in records:
-        mine: Cells = {}
-        for run in record.content["runs"]:
-            load = (float(record.content["manifest"]["temperature"]), run["concurrency"], float(run["rate"] or 0))
-            rows = [dict(zip(record.content["row_fields"], row, strict=True)) for row in run["rows"]]
-            _check_answered(record, run["arm"], rows)
-            mine.setdefault(load, {}).setdefault(run["arm"], []).append({**run, "rows": rows})
-        for load, arms in mine.items():
+        for load, arms in _cells(record).items():
             for name, runs in arms.items():
                 if cells.setdefault(load, {}).setdefault(name, runs) is not runs:
                     temperature, c = _label(load)
@@ -65,10 +60,15 @@ def _joined(records: Sequence[Record]) -> tuple[Cells, list[str]]:
     return dict(sorted(cells.items())), twice
 
 
-def _check_answered(record: Record, arm: str, rows: Sequence[dict[str, Any]]) -> None:
-    failed = sum(row["error"] is not None for row in rows)
-    if failed:
-        raise BadRecord(f"{record.name}: {arm}: {failed} requests failed, so there is no throughput")
+def _cells(record: Record) -> Cells:
+    """Runs of one record; BadRecord where a request failed."""
+    cells: Cells = {}
+    for run in record_of(record.content).runs:
+        load = (float(record.content["manifest"]["temperature"]), run.concurrency, float(run.rate or 0))
+        cells.setdefault(load, {}).setdefault(run.arm, []).append(run)
+        if run.failed:
+            raise BadRecord(f"{record.name}: {run.arm}: {len(run.failed)} requests failed, so there is no throughput")
+    return cells
 
 
 def _label(load: Load) -> tuple[str, str]:
@@ -76,9 +76,9 @@ def _label(load: Load) -> tuple[str, str]:
     return f"{temperature:g}", f"{c}, {rate:g} requests/s" if rate else f"{c}"
 
 
-def tokens_per_s(runs: Sequence[dict[str, Any]]) -> float:
+def tokens_per_s(runs: Sequence[Run]) -> float:
     """Output tokens over the windows of all runs."""
-    return sum(row["output_tokens"] for run in runs for row in run["rows"]) / sum(run["window_s"] for run in runs)
+    return sum(row.output_tokens for run in runs for row in run.rows) / sum(run.window_s for run in runs)
 
 
 def _speeds(cells: Cells, names: Sequence[str], ratios: Ratios) -> str:
@@ -99,16 +99,16 @@ def _about_runs(cells: Cells) -> str:
                        for name, runs in arms.items()])  # fmt: skip
 
 
-def _figures(runs: Sequence[dict[str, Any]]) -> list[str]:
-    rows, window = [row for run in runs for row in run["rows"]], sum(run["window_s"] for run in runs)
-    firsts = [row["first_token_s"] - row["sent_s"] for row in rows if row["first_token_s"] is not None]
-    steps, lanes = (sum(run["counters"].get(name, 0) for run in runs) for name in ("steps", "request_steps"))
+def _figures(runs: Sequence[Run]) -> list[str]:
+    rows, window = [row for run in runs for row in run.rows], sum(run.window_s for run in runs)
+    firsts = [row.first_token_s - row.sent_s for row in rows if row.first_token_s is not None]
+    steps, lanes = (sum(run.counters.get(name, 0) for run in runs) for name in ("steps", "request_steps"))
     per_s = len(rows) / window
-    busy = [run["client_busy"] for run in runs if run.get("client_busy") is not None]
+    busy = [run.client_busy for run in runs if run.client_busy is not None]
     return [
         str(len(runs)),
         str(len(rows)),
-        f"{sum(row['output_tokens'] for row in rows) / len(rows):.0f}",
+        f"{sum(row.output_tokens for row in rows) / len(rows):.0f}",
         f"{per_s:.0f}" if per_s >= 9.95 else f"{per_s:.1f}",
         f"{statistics.median(firsts):.3f}" if firsts else NONE,
         f"{lanes / steps:.1f}" if steps and lanes else NONE,

@@ -12,7 +12,6 @@ of the widths to the record that is there (figure_speeds.py). `dscale report` dr
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from dscale.config import InputError, require
 from dscale.engine.recorder import Recorder, RequestTrace
 from dscale.evaluate.policy_lab import Exact, Seeded, lane_steps, raw_windows
 from dscale.evaluate.policy_record import ALL, resampled
-from dscale.evaluate.record_file import file_of, read_text, write_record
+from dscale.evaluate.record_file import file_of, read_json, write_record
 from dscale.evaluate.survival_models import predictor_survival
 from dscale.evaluate.workloads import Workload, read_workloads, tokenise
 from dscale.models.drafter_checkpoint import drafter_hash
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return acceptance(args, workloads)
     from figure_speeds import measure_speeds
 
-    record = json.loads(read_text(args.out)) if file_of(args.out).is_file() else about(args, workloads)
+    record = read_json(args.out) if file_of(args.out).is_file() else about(args, workloads)
     require(record.get("kind") == KIND, f"{args.out}: no record of kind {KIND!r}")
     return record | {"speeds": measure_speeds(args, workloads)}
 

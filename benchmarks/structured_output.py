@@ -27,7 +27,7 @@ import jsonschema
 
 from dscale import LLM, SamplingParams
 from dscale.config import Grammar
-from dscale.evaluate.record_file import file_of, read_text, write_record
+from dscale.evaluate.record_file import file_of, read_json, write_record
 
 POLICIES = ("off", "full", "fixed:4", "dvl", "confidence", "auto")
 DIGEST = 8  # hex digits kept of an answer's hash
@@ -156,7 +156,7 @@ def opened(path: Path | None, head: dict[str, Any]) -> dict[str, Any]:
     """The record to go on with; one made in another way ends the program."""
     if path is None or not file_of(path).is_file():
         return head | {"policies": {}}
-    record = json.loads(read_text(path))
+    record = read_json(path)
     other = [name for name, value in head.items() if record.get(name) != value]
     if other:
         sys.exit(f"{path}: was made with another {', '.join(other)}; give another --out")

@@ -15,7 +15,6 @@ first file, ratios stay those of each call, and throughput records stand beside 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from bench_tables import BENCH, bench_tables
 from gpu_tables import ATTENTION, GPU_TABLES, SGLANG, THROUGHPUT
 from markdown_tables import BadRecord, Ratios, Record, row
 
-from dscale.evaluate.record_file import read_text
+from dscale.evaluate.record_file import read_json
 
 CPU_SPEED = "dscale.cpu_speed/1"
 
@@ -85,10 +84,10 @@ TABLES = {CPU_SPEED: cpu_tables, BENCH: bench_tables, **GPU_TABLES}
 def read(path: str) -> Record:
     """A record of a known schema; BadRecord where it is none."""
     try:
-        content = json.loads(read_text(Path(path)))
+        content = read_json(Path(path))
     except OSError as problem:
         raise BadRecord(f"{path}: {problem.strerror or problem}; give a record of benchmarks/records") from None
-    except (ValueError, RecursionError) as problem:
+    except ValueError as problem:
         raise BadRecord(f"{path}: not JSON: {str(problem).splitlines()[0]}") from None
     schema = schema_of(content) if isinstance(content, dict) else None
     if schema not in list(TABLES):

@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import tables
 
+from dscale.evaluate.bench_record import ArmInfo, BenchRecord, RequestRow, Run
+
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 
 
@@ -155,15 +157,19 @@ def test_clocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def bench(arm: str, runs: dict[int, tuple[float, list[tuple[float, float, int]]]], **fields: Any) -> dict[str, Any]:
     """runs: by concurrency, the window and (sent, first token, tokens) of each request."""
-    counters, row = {"steps": 10, "request_steps": 25}, ["row", None]
+    counters = {"steps": 10, "request_steps": 25}
     made = [
-        {"arm": arm, "concurrency": c, "rate": None, "window_s": window, "counters": counters, "client_busy": 0.125,
-         "rows": [[*one, *row] for one in rows]} for c, (window, rows) in runs.items()
-    ]  # fmt: skip
+        Run(arm, c, 0, 0, order, window, tuple(answered(*one) for one in rows), None, counters, 0.125)
+        for order, (c, (window, rows)) in enumerate(runs.items())
+    ]
     manifest = {"name": "gsm8k", "max_tokens": 20, "temperature": 0.0} | fields
-    fields = {"row_fields": ["sent_s", "first_token_s", "output_tokens", "id", "error"], "notes": ["n"]}
-    head = {"kind": "bench", "schema": 1, "machine": {"gpu": "GPU"}, "simulated": False, "manifest": manifest}
-    return {**head, **fields, "arms": [{"name": arm}], "runs": made}
+    arms = (ArmInfo(arm, "dscale"),)
+    record = BenchRecord({}, {"gpu": "GPU"}, "dscale bench", 0, manifest, arms, tuple(made), notes=("n",))
+    return record.as_json()
+
+
+def answered(sent: float, first: float, tokens: int) -> RequestRow:
+    return RequestRow("row", "prompt", "gsm8k", sent, first, 9.0, 5, tokens)
 
 
 OFF = bench("off", {8: (4.0, [(0.0, 0.5, 20), (1.0, 1.25, 12), (2.0, 2.125, 8)]), 2: (5.0, [(0.0, 1.0, 20)])})

@@ -13,7 +13,7 @@ import pytest
 from dscale.config import InputError
 from dscale.evaluate.bench_record import as_kept, read_record
 from dscale.evaluate.certificate_record import read_certificates
-from dscale.evaluate.record_file import laid_out, read_text, record_text, rounded, write_record
+from dscale.evaluate.record_file import laid_out, read_json, record_text, rounded, write_record
 from dscale.evaluate.report.records import read_source
 from tests.evaluate.test_bench_record import RECORD, RUN
 
@@ -88,7 +88,7 @@ def test_a_damaged_compressed_record_is_one_line(tmp_path: Path, damage: Any) ->
     write_record(path, RECORD.as_json())
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(OSError, match=r"."):
-        read_text(path)
+        read_json(path)
     for read in (read_record, read_source):
         with pytest.raises(InputError, match=r"bench\.json\.gz: cannot read a .*record") as found:
             read(path)

@@ -8,14 +8,13 @@ A record is one JSON file. Everything else is computed from its rows; nothing is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from dscale.config import InputError, require
-from dscale.evaluate.record_file import ROWS, read_text, rounded
+from dscale.evaluate.record_file import ROWS, read_json, rounded
 
 KIND = "bench"
 SCHEMA = 1
@@ -140,8 +139,8 @@ class BenchRecord:
 def read_record(path: Path) -> BenchRecord:
     """A record from its file. InputError for another kind, a newer schema, or a file that is none."""
     try:
-        content = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot read a benchmark record: {error}") from None
     require(isinstance(content, dict) and content.get("kind") == KIND, f"{path}: no record of `dscale bench`")
     require(content.get("schema") == SCHEMA, f"{path}: schema {content.get('schema')}; this version reads {SCHEMA}")

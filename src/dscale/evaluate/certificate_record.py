@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from dscale.config import InputError, require
 from dscale.evaluate.certificate import Text, Verdict
 from dscale.evaluate.drafter_agreement import Agreement
-from dscale.evaluate.record_file import read_text
+from dscale.evaluate.record_file import read_json
 
 KIND = "certificate"
 SCHEMA = 1
@@ -146,8 +145,8 @@ def read_certificates(path: Path) -> CertificateRecord:
 def read_kind(path: Path, kind: str, schema: int, command: str) -> dict[str, Any]:
     """The content of a record of this kind and schema."""
     try:
-        content = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot read a record of `{command}`: {error}") from None
     require(isinstance(content, dict) and content.get("kind") == kind, f"{path}: no record of `{command}`")
     require(content.get("schema") == schema, f"{path}: schema {content.get('schema')}; this version reads {schema}")

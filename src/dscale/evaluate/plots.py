@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ STYLES = {"uniform": "-", "re-anchored": "-", "served": ":"}
 def plot_curves(record: dict[str, Any], folder: Path) -> bool:
     """curves.svg and curves.png: survival and hazard by depth, a column per workload. False without matplotlib."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,13 +36,20 @@ def plot_curves(record: dict[str, Any], folder: Path) -> bool:
     axes[1, 0].set_ylabel("hazard h(k)")
     for axis in axes[0]:
         axis.legend(fontsize=7, frameon=False)
+    for kind, data in drawn(figure):
+        write_bytes(folder / f"curves.{kind}", data)
+    return True
+
+
+def drawn(figure: Any) -> Iterator[tuple[str, bytes]]:
+    """A matplotlib Figure as (svg, its bytes) and (png, its bytes), the same whenever it is drawn."""
+    import matplotlib
+
     with matplotlib.rc_context({"svg.hashsalt": "dscale"}):
         for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
             data = io.BytesIO()
             figure.savefig(data, format=kind, dpi=120, metadata=metadata)
-            drawn = small(data.getvalue().decode()).encode() if kind == "svg" else data.getvalue()
-            write_bytes(folder / f"curves.{kind}", drawn)
-    return True
+            yield kind, small(data.getvalue().decode()).encode() if kind == "svg" else data.getvalue()
 
 
 def _draw(axes: Any, way: str, curves: dict[str, Any]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-from dscale.evaluate.svg import small
+from dscale.evaluate.plots import drawn
 
 ALL = "all"
 COLOURS = {
@@ -23,7 +22,7 @@ COLOURS = {
 def plot_policies(record: dict[str, Any]) -> dict[str, bytes]:
     """policies.png and policies.svg by name, a row of three panels per concurrency; nothing without matplotlib."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError:
         return {}
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,13 +42,10 @@ def plot_policies(record: dict[str, Any]) -> dict[str, bytes]:
     for panel in panels[-1]:
         panel.set_xlabel("slots verified a request")
     panels[0, 0].legend(fontsize=7, frameon=False)
-    with matplotlib.rc_context({"svg.hashsalt": "dscale"}):
-        out = {}
-        for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-            data = io.BytesIO()
-            figure.savefig(data, format=kind, dpi=120, metadata=metadata)
-            figure.set_layout_engine("none")  # it is laid out; that is half of the work
-            out[f"policies.{kind}"] = small(data.getvalue().decode()).encode() if kind == "svg" else data.getvalue()
+    out = {}
+    for kind, data in drawn(figure):
+        figure.set_layout_engine("none")  # it is laid out; that is half of the work
+        out[f"policies.{kind}"] = data
     return out
 
 

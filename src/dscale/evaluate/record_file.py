@@ -1,7 +1,7 @@
 """Files of records: JSON that is small, may be read by eye and may be compressed.
 
     write_record(Path("bench.json"), content)      # or bench.json.gz
-    content = json.loads(read_text(path))
+    content = read_json(path)
 
 A measured float has seven significant digits, seconds are to the microsecond (short ones have seven digits too): a
 clock says no more. What is short stands on one line, and so does a list of plain values, however long; other lists and
@@ -34,9 +34,16 @@ def write_record(path: Path, content: Any, exact: bool = False, sort: bool = Fal
     write_bytes(path, gzip.compress(data, 9, mtime=0) if path.suffix == COMPRESSED else data)
 
 
-def read_text(path: Path) -> str:
-    """The text of a record, compressed or not. OSError where it cannot be read, UnicodeDecodeError where it is none."""
-    path = file_of(path)
+def read_json(path: Path) -> Any:
+    """The content of a record, compressed or not. OSError where it cannot be read, ValueError where it is no JSON, or
+    is nested too deeply."""
+    try:
+        return json.loads(_text(file_of(path)))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def _text(path: Path) -> str:
     if path.suffix != COMPRESSED:
         return path.read_text(encoding="utf-8")
     try:

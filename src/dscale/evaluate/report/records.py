@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dscale.config import InputError, require
 from dscale.evaluate import bench_record
-from dscale.evaluate.record_file import read_text
+from dscale.evaluate.record_file import read_json
 
 KINDS = {"bench": 1, "certificate": 1, "reproducibility": 1, "figures": 1}  # kind: schema that is read here
 SCHEMAS = {
@@ -58,8 +57,8 @@ def read_source(path: Path) -> Source:
     """The record in a file, or record.json of a folder; InputError for what is none, or is of another version."""
     file = path / "record.json" if path.is_dir() else path
     try:
-        content = json.loads(read_text(file))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(file)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot read a record: {str(error).splitlines()[0]}") from None
     name = f"{path.name}/record.json" if path.is_dir() else path.name
     require(isinstance(content, dict), f"{path}: no record but a {type(content).__name__}")
